@@ -1,8 +1,9 @@
-"""Kernels for TPU and GPU, each beside its float32 reference: imports JAX and nothing of jaxscale.
+"""Kernels for TPU and GPU, each with a float32 reference. Imports JAX and nothing of jaxscale.
 
 Ops: `pallas_kernels.softmax`, `pallas_kernels.blockwise`, `pallas_kernels.flash_attention`,
-`pallas_kernels.cut_cross_entropy`, `pallas_kernels.decode_attention`. Each takes `implementation=`: `None` is the best
-one for the platform a program is lowered for, a name is that one or an error. `chosen()` tells what was chosen and why.
+`pallas_kernels.cut_cross_entropy`, `pallas_kernels.decode_attention`. Each op takes `implementation=`: `None` chooses
+the best implementation for the platform that a program is lowered for; a name selects that implementation or raises.
+`chosen()` returns what was chosen and why.
 """
 
 from __future__ import annotations
@@ -20,32 +21,36 @@ if TYPE_CHECKING:
 __all__ = ["Choice", "KernelError", "chosen", "forget", "parity"]
 
 
-def parity(**wanted: str) -> list[dict[str, str]]:
-    """Rows of `PARITY.md`: what was checked on which backend, its error, and what is not supported.
+def parity(**cells: str) -> list[dict[str, str]]:
+    """Return rows of `PARITY.md`: what was checked on which backend, its error, and what is not supported.
 
     Args:
-      **wanted: cells by column, as `op="softmax", backend="mosaic_gpu"`; all rows without.
+      **cells: values by column, as `op="softmax", backend="mosaic_gpu"`; without any, all rows are returned.
 
     Raises:
-      KernelError: there is no such column, or nothing of that name in it.
+      KernelError: the table has no such column, or the column has no such value.
     """
     lines = (Path(__file__).parent / "PARITY.md").read_text().splitlines()
     head, _, *rows = ([cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines if line[:2] == "| ")
-    found = [dict(zip(head, row, strict=True)) for row in rows]
+    table = [dict(zip(head, row, strict=True)) for row in rows]
 
     def check(name: str, known: list[str], what: str) -> None:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean '{close[0]}'?" if close else ""
-            raise KernelError(f"the parity table has no {what} '{name}', only {', '.join(known)}{hint}")
+            raise KernelError(f"the parity table has no {what} '{name}'; it has {', '.join(known)}{hint}")
 
-    for column, value in wanted.items():
+    for column, value in cells.items():
         check(column, head, "column")
-        check(value, sorted({row[column] for row in found}), column)
-    return [row for row in found if all(row[column] == value for column, value in wanted.items())]
+        check(value, sorted({row[column] for row in table}), column)
+    return [row for row in table if all(row[column] == value for column, value in cells.items())]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Choice", "chosen", "forget"):  # they need JAX, which importing this package does not start
+    if name in (
+        "Choice",
+        "chosen",
+        "forget",
+    ):  # imported late: they need JAX, and importing this package does not start it
         return getattr(importlib.import_module("pallas_kernels.dispatch"), name)
     raise AttributeError(f"module 'pallas_kernels' has no attribute '{name}'")

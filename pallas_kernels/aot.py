@@ -1,6 +1,6 @@
-"""Compiling for hardware that is not here: TPUs through libtpu, GPUs through the CUDA plugin and a device's text.
+"""Compile for hardware that is not present: TPUs through libtpu, GPUs through the CUDA plugin and a device description.
 
-The compilers are real and the devices are not, so programs can be compiled, measured and inspected, not run.
+The compilers are real and the devices are not: programs can be compiled, measured and inspected, but not run.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pallas_kernels.dispatch import JAX_VERSION, KernelError
 log = logging.getLogger("pallas_kernels")
 
 SHARED_MEMORY = 232448
-"""Bytes of shared memory that one block may use on Hopper."""
+"""Bytes of shared memory that one thread block may use on Hopper."""
 
 SMALLEST = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 """A TPU generation -> its smallest topology."""
 
-# What XLA has to know of a GPU that is not there: figures of NVIDIA's data sheets, `deviceQuery` and XLA's own
+# What XLA has to know about a GPU that is not present: figures of NVIDIA's data sheets, `deviceQuery` and XLA's own
 # descriptions (openxla/xla, xla/backends/gpu/target_config/specs).
 _GPU_TEXT = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
  shared_memory_per_core: {shared} threads_per_core_limit: 2048 core_count: {cores} fpus_per_core: {fpus}
@@ -66,7 +66,10 @@ GPUS = {
 
 
 def kind_of(topology: str) -> str:
-    """The device kind of named hardware; of a GPU also where nothing can be compiled for it.
+    """Return the device kind of named hardware. Of a GPU this works without a compiler for it.
+
+    Args:
+      topology: as for `devices_of`.
 
     Raises:
       KernelError: as `devices_of`.
@@ -78,21 +81,21 @@ def kind_of(topology: str) -> str:
 
 @functools.cache
 def devices_of(topology: str) -> tuple[Any, ...]:
-    """The devices of named hardware, none of which is here.
+    """Return the devices of named hardware, none of which has to be present.
 
     Args:
-      topology: a TPU slice, as "v5p:8x8x8" or "v5e:4x4" (a generation alone is its smallest slice), several slices, as
-        "v5p:8x8x8*2" (each device has its `slice_index`), or a number of GPUs, as "h200:8" ("h200" is one), or
-        "h200:8x4" for four hosts of eight.
+      topology: a TPU slice, as "v5p:8x8x8" or "v5e:4x4" (a generation alone is its smallest slice); several slices, as
+        "v5p:8x8x8*2" (each device has its `slice_index`); a number of GPUs, as "h200:8" ("h200" is one); or "h200:8x4"
+        for four hosts of eight GPUs.
 
     Raises:
-      KernelError: an unknown name, or the compiler for it is not installed.
+      KernelError: the name is unknown, or the compiler for it is not installed.
     """
     topology = topology.strip().lower()
     slice_name, star, slices = topology.partition("*")
     name, _, shape = slice_name.partition(":")
     if star and (name not in SMALLEST or not slices.isdigit() or not int(slices)):
-        raise KernelError(f"'{topology}': several slices are of TPUs and written as 'v5p:8x8x8*2'")
+        raise KernelError(f"'{topology}': only TPUs have several slices, written as 'v5p:8x8x8*2'")
     if name in GPUS:
         return _gpu_devices(name, shape or "1", topology)
     if name in SMALLEST:
@@ -102,14 +105,14 @@ def devices_of(topology: str) -> tuple[Any, ...]:
 
 
 def why_no_tpu() -> str | None:
-    """Why nothing can be compiled for a TPU here, or `None`."""
+    """Return why this process cannot compile for TPUs, or `None`."""
     if importlib.util.find_spec("libtpu") is None:
         return "compiling for a TPU needs libtpu, which the extra [tpu] brings: make install EXTRAS=plot,tpu"
     return None
 
 
 def why_no_gpu() -> str | None:
-    """Why nothing can be compiled for a GPU here, or `None`."""
+    """Return why this process cannot compile for a GPU that is not present, or `None`."""
     if JAX_VERSION < (0, 11):
         return f"compiling for a GPU that is not here needs jax 0.11 (Python 3.12), and this is jax {jax.__version__}"
     if importlib.util.find_spec("jax_cuda13_plugin") is None or _cuda_folder() is None:
@@ -124,23 +127,23 @@ def _tpu_devices(topology: str, slices: int) -> tuple[Any, ...]:
     from jax.experimental import topologies
 
     if not list(Path("/dev").glob("accel*")) and not list(Path("/dev").glob("vfio/[0-9]*")):
-        # No TPU here: else libtpu asks the cloud's metadata server what machine this is, and lets in one process only.
+        # No TPU: do not ask the cloud's metadata server about this machine, and allow several processes.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-        # which machine of which pod this is: it complains when nobody says, and topologies do not go by it
+        # libtpu complains where these are unset; topologies do not depend on them.
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_LIBRARY_PATH", str(Path(libtpu.__file__).parent / "libtpu.so"))
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
     options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
     if topology.startswith("v4:"):
-        options["chip_config_name"] = "megacore"  # a chip is one device, as on Cloud TPU; libtpu's default is two
+        options["chip_config_name"] = "megacore"  # one device per chip, as on Cloud TPU; libtpu's default is two
     try:
         return tuple(topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices)
     except Exception as e:  # what it raises is not documented
         reason = str(e).strip().splitlines()[-1][:200]
         near = SMALLEST[topology.partition(":")[0]]
-        raise KernelError(f"'{topology}' is no slice that libtpu knows ({reason}); the smallest is '{near}'") from e
+        raise KernelError(f"libtpu knows no slice '{topology}' ({reason}); the smallest is '{near}'") from e
 
 
 def _gpu_devices(name: str, count: str, topology: str) -> tuple[Any, ...]:
@@ -156,16 +159,16 @@ def _gpu_devices(name: str, count: str, topology: str) -> tuple[Any, ...]:
 
     each = int(per_host) if by else min(n, 8)
     shape = f"1x{n // each}x{each}"  # slices, hosts, GPUs of a host
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of drivers and libraries that only a GPU needs
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # drivers and libraries that only a GPU needs
     try:
         with _cuda_tools():
-            found = topologies.get_topology_desc(platform="cuda", target_config=GPUS[name], topology=shape).devices
+            devices = topologies.get_topology_desc(platform="cuda", target_config=GPUS[name], topology=shape).devices
     except Exception as e:  # what it raises is not documented
         raise KernelError(
-            f"JAX's CUDA plugin does not describe '{topology}' ({str(e).strip().splitlines()[0][:120]}); start Python "
+            f"JAX's CUDA plugin cannot describe '{topology}' ({str(e).strip().splitlines()[0][:120]}); start Python "
             "with JAX_PLATFORMS=cpu in the environment"
         ) from e
-    return tuple(found)
+    return tuple(devices)
 
 
 def _cuda_folder() -> Path | None:
@@ -178,7 +181,7 @@ def _cuda_folder() -> Path | None:
 
 @contextlib.contextmanager
 def _cuda_tools() -> Iterator[None]:
-    """ptxas on the path: Mosaic looks there, XLA is told by an option."""
+    """Put ptxas on the path: Mosaic searches there, while XLA has an option for it."""
     folder, before = _cuda_folder(), os.environ.get("PATH", "")
     os.environ["PATH"] = f"{folder / 'bin'}{os.pathsep}{before}" if folder is not None else before
     try:
@@ -188,14 +191,28 @@ def _cuda_tools() -> Iterator[None]:
 
 
 def compiler_options(devices: Sequence[Any]) -> dict[str, Any]:
-    """Options of `Lowered.compile` for devices that are not here."""
+    """Return options of `Lowered.compile` for devices that are not present.
+
+    Args:
+      devices: of `devices_of`.
+    """
     if devices[0].platform not in ("gpu", "cuda"):
         return {}
-    return {"xla_gpu_cuda_data_dir": str(_cuda_folder()), "xla_gpu_autotune_level": 0}  # there is nothing to time
+    return {"xla_gpu_cuda_data_dir": str(_cuda_folder()), "xla_gpu_autotune_level": 0}  # autotuning needs a device
 
 
 def compile_lowered(lowered: Any, devices: Sequence[Any]) -> Any:
-    """`lowered.compile()` with what devices that are not here need."""
+    """Compile a lowered program for devices that are not present.
+
+    Where XLA would have to try Triton configurations on a device, compile with cuBLAS instead and log a warning.
+
+    Args:
+      lowered: a `jax.stages.Lowered`.
+      devices: of `devices_of`.
+
+    Returns:
+      a `jax.stages.Compiled`, which cannot be run.
+    """
     options = compiler_options(devices)
     with _uncached(), _cuda_tools() if devices[0].platform in ("gpu", "cuda") else contextlib.nullcontext():
         try:
@@ -203,17 +220,17 @@ def compile_lowered(lowered: Any, devices: Sequence[Any]) -> Any:
         except jax.errors.JaxRuntimeError as e:
             if "No supported config found" not in str(e):
                 raise
-            # Of some products that XLA gives to Triton it tells how only by trying on a device.
+            # XLA chooses the Triton configuration of some matrix products by trying them on a device.
             log.warning(
-                "without a GPU to try, XLA finds no Triton configuration for a product: this program's go to cuBLAS, "
-                "and a GPU may run and hold them otherwise"
+                "without a GPU to try them on, XLA finds no Triton configuration for a matrix product: this program's "
+                "products use cuBLAS instead, and time and memory may differ on a GPU"
             )
             return lowered.compile(compiler_options=options | {"xla_gpu_enable_triton_gemm": False})
 
 
 @contextlib.contextmanager
 def _uncached() -> Iterator[None]:
-    """Without the compilation cache: it stores these programs and cannot load them without a device."""
+    """Disable the compilation cache: it stores these programs and cannot load them without a device."""
     before = jax.config.values["jax_enable_compilation_cache"]
     if not before or not jax.config.values["jax_compilation_cache_dir"]:
         yield
@@ -221,7 +238,7 @@ def _uncached() -> Iterator[None]:
 
     def enable(value: bool) -> None:
         jax.config.update("jax_enable_compilation_cache", value)
-        compilation_cache.reset_cache()  # whether there is one is asked once
+        compilation_cache.reset_cache()  # JAX decides only once whether it uses a cache
 
     enable(False)
     try:
@@ -231,12 +248,12 @@ def _uncached() -> Iterator[None]:
 
 
 def compile_kernel(fn: Callable[..., Any], *shapes: Any, topology: str) -> Any:
-    """Compiles a function of local arrays inside `shard_map`, as it runs on every device of a mesh.
+    """Compile a function of local arrays inside `shard_map`, as it runs on every device of a mesh.
 
     Args:
-      fn: what one device does.
+      fn: the function that one device runs.
       *shapes: trees of `jax.ShapeDtypeStruct`: the local arrays.
-      topology: as for `devices_of`; one chip's neighbours make no difference, so the smallest will do.
+      topology: as for `devices_of`; the smallest suffices, since the number of devices makes no difference.
 
     Returns:
       a `jax.stages.Compiled`, which cannot be run.
@@ -257,14 +274,14 @@ def compile_kernel(fn: Callable[..., Any], *shapes: Any, topology: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What ptxas says of a kernel.
+    """What ptxas reports about a kernel.
 
     Args:
       name: of the kernel.
       registers: per thread.
-      spill_bytes: stored and loaded because registers ran out.
-      wgmma_serialised: whether asynchronous matrix products were made to wait for each other.
-      shared_memory: bytes per block; of several kernels of one name, the most.
+      spill_bytes: bytes stored and loaded because registers ran out.
+      wgmma_serialised: whether asynchronous matrix products wait for each other.
+      shared_memory: bytes per thread block; of several kernels of one name, the most.
       instructions: static count in the PTX.
     """
 
@@ -277,7 +294,7 @@ class Report:
 
     @property
     def problem(self) -> str | None:
-        """Why this is not to be shipped, or `None`."""
+        """Why this kernel must not ship, or `None`."""
         if self.spill_bytes:
             return f"{self.spill_bytes} bytes of registers spilled"
         if self.wgmma_serialised:
@@ -288,11 +305,12 @@ class Report:
 
 
 def kernel_reports(fn: Callable[..., Any], *shapes: Any, topology: str | None = "h200") -> list[Report]:
-    """Compiles a function for a GPU and reads what ptxas says of each Mosaic kernel in it.
+    """Compile a function for a GPU and return ptxas' report on each Mosaic kernel in it.
 
     Args:
-      fn, *shapes: as for `compile_kernel`.
-      topology: a GPU, or `None` for the device that is here, with the compiler that it runs with.
+      fn: the function that one device runs.
+      *shapes: trees of `jax.ShapeDtypeStruct`: its arguments.
+      topology: a GPU, or `None` for the device of this process, with the compiler that it runs with.
 
     Raises:
       KernelError: the compiler is not installed.
@@ -318,12 +336,14 @@ def _read_report(path: Path) -> Report:
     ptx = path.with_suffix(".ptx")
     code = ptx.read_text() if ptx.exists() else ""
     registers = re.search(r"Used (\d+) registers", text)
-    # The lowering that writes the resources and the compiler that writes the rest number a name's kernels separately,
-    # so a number does not tell which belong together: the most of them is a bound on each.
+    # The lowering writes the resources and the compiler the rest, and each numbers the kernels of a name by itself.
+    # So files cannot be matched by number: take the maximum, which bounds each kernel.
     resources = path.parent.glob(f"{path.stem.rpartition('_')[0]}_*.resources.txt")
     shared = [int(n) for file in resources for n in re.findall(r"smem_scratch_bytes=(\d+)", file.read_text())]
     if not shared:
-        raise KernelError(f"no shared memory is recorded for the kernel '{path.stem}': did this jax rename its dumps?")
+        raise KernelError(
+            f"no shared memory is recorded for the kernel '{path.stem}'; this version of jax may have renamed its dumps"
+        )
     return Report(
         name=path.stem,
         registers=int(registers[1]) if registers else 0,

@@ -1,4 +1,4 @@
-"""Checks of arguments that several ops take, before anything is traced."""
+"""Checks of arguments that several ops share, made before anything is traced."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ __all__ = ["as_int32", "finite"]
 
 
 def as_int32(op: str, name: str, value: Any) -> jax.Array:
-    """Integers of any type as int32, none of which wraps.
+    """Return integers of any type as int32; raise instead of wrapping around.
 
     Args:
-      op, name: of the op and its argument, for the sentence.
-      value: an array or whatever makes one.
+      op: name of the op, for the error message.
+      name: name of the argument, for the error message.
+      value: an array of integers, or what `np.asarray` accepts.
 
     Raises:
-      KernelError: no integers; one that int32 does not hold; or a traced array of a type with such values, which
-        cannot be looked at.
+      KernelError: the values are not integers; one does not fit in int32; or a traced array has a wider type, whose
+        values cannot be checked.
     """
     host = value if isinstance(value, jax.Array | jax.core.Tracer) else np.asarray(value)
     if not jnp.issubdtype(host.dtype, jnp.integer):
@@ -38,16 +39,22 @@ def as_int32(op: str, name: str, value: Any) -> jax.Array:
         wide = (host < -(2**31)) | (host > 2**31 - 1)
         if wide.any():
             raise KernelError(
-                f"{op}: {name} holds {host[wide].flat[0]}, and int32 ends at {2**31 - 1}; number them from 0"
+                f"{op}: {name} holds {host[wide].flat[0]}, and int32 ends at {2**31 - 1}; number the ids from 0"
             )
     return jnp.asarray(host.astype(np.int32))
 
 
 def finite(op: str, name: str, value: Any, *, zero: bool = False) -> float | None:
-    """A positive, finite number (or 0, with `zero`), or `None`.
+    """Return a positive, finite number (or 0, with `zero`), or `None` for `None`.
+
+    Args:
+      op: name of the op, for the error message.
+      name: name of the argument, for the error message.
+      value: the number, or `None`.
+      zero: allow 0.
 
     Raises:
-      KernelError: it is another one, or known only when the program runs.
+      KernelError: the number is negative, zero without `zero` or not finite, or it is traced.
     """
     if value is None:
         return None

@@ -1,9 +1,9 @@
-"""Which implementation of an op runs where: chosen by the platform a program is lowered for, in the open.
+"""Choose the implementation of an op, by the platform that a program is lowered for.
 
-`jax.devices()` says "cpu" while a program is compiled for a pod, so nothing here asks the host. Which branch runs is
-decided by `lax.platform_dependent` when the program is lowered; which kernel the other branch is, and its tiles, come
-from the device kind of the mesh in scope, else of the default device. Lowered for a platform without either, an op is
-what XLA makes of it.
+`jax.devices()` returns "cpu" while a program is compiled for a pod, so the host's devices do not decide.
+`lax.platform_dependent` selects the branch when the program is lowered. The kernel in that branch and its tiles are
+chosen by the device kind of the mesh in scope, or of the default device where there is no mesh. A program that is
+lowered for another platform runs the op's XLA implementation.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ __all__ = [
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
-"""What the device kind of a GPU of compute capability 9.0 contains."""
+"""Names, one of which the device kind of each GPU of compute capability 9.0 contains."""
 
-_THREADS = 4  # three warp groups at most, and the program around the kernel
-_STAND_IN = {"tpu": "TPU v5 lite", "cuda": "NVIDIA H200"}  # what an interpreted kernel believes it runs on
+_THREADS = 4  # at most three warpgroups, and the program around the kernel
+_STAND_IN = {"tpu": "TPU v5 lite", "cuda": "NVIDIA H200"}  # device kind that an interpreted kernel is given
 _interpretation = jax.make_user_context(None)  # part of the key under which traces are cached
 _chosen: dict[tuple[Any, ...], Choice] = {}
-_said: set[tuple[str, str, str]] = set()
+_logged: set[tuple[str, str, str]] = set()
 _log = logging.getLogger("pallas_kernels")
 _listening: list[dict[Any, Choice]] = []
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a program is made for.
+    """The device that a program is compiled for.
 
     Args:
       kind: the device kind, such as "TPU v5 lite", "NVIDIA H200" or "cpu"; "" when only the platform is known.
       platform: "tpu", "cuda", "rocm" or "cpu".
       interpret: run the kernel in an interpreter on the CPU (tests).
-      races: with it, detect data races.
+      races: with `interpret`, detect data races.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class Target:
     races: bool = False
 
     def tpu(self) -> Any:
-        """The argument `interpret` of `pallas_call`."""
+        """Return the argument `interpret` of `pallas_call`."""
         if not self.interpret:
             return False
         from jax.experimental.pallas import tpu as pltpu
@@ -78,15 +78,15 @@ class Target:
         return pltpu.InterpretParams(detect_races=self.races, uninitialized_memory="nan")
 
     def gpu(self) -> dict[str, Any]:
-        """Keyword arguments of `plgpu.kernel`.
+        """Return keyword arguments of `plgpu.kernel` for running in the interpreter, or none.
 
         Raises:
-          KernelError: to be interpreted with too few threads.
+          KernelError: JAX's CPU client has too few threads to interpret a kernel.
         """
         if not self.interpret:
             return {}
-        # Interpreted warp groups take a thread of JAX's CPU client each and wait for each other, and the program that
-        # called them holds another: with fewer they would wait for ever.
+        # Each interpreted warpgroup takes a thread of JAX's CPU client and waits for the others, and the calling
+        # program holds one more thread: with fewer threads they deadlock.
         if max(os.cpu_count() or 1, jax.device_count("cpu")) < _THREADS:
             raise KernelError(
                 f"interpreting a GPU kernel takes {_THREADS} threads, and JAX has one for each core or simulated "
@@ -100,12 +100,12 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """One way to compute an op.
+    """One implementation of an op.
 
     Args:
       name: such as "mosaic_tpu", "mosaic_gpu", "cudnn" or "xla".
-      platforms: those it can be lowered for; `()` is any.
-      supported: `(target, **case)` -> `None`, or a sentence why not.
+      platforms: the platforms that it can be lowered for; `()` is any.
+      supported: `(target, **case)` -> `None`, or a sentence why the case is not supported.
       run: `(target, *arrays, **case)` -> the op's outputs, the same tree for every implementation.
     """
 
@@ -117,15 +117,16 @@ class Implementation:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A line of the record: what an op was given, and why not the others.
+    """The implementation that was chosen for one case of an op, and why preferred ones were not.
 
     Args:
       op: the op's name.
-      platform, kind: what for; `kind` is "" when no device was known.
-      implementation: what runs.
-      why_not: a sentence for each implementation of that platform that was preferred and could not be had; on an AMD
-        GPU, of those for NVIDIA's.
-      case: the op's static description.
+      platform: platform that was compiled for.
+      kind: device kind that was compiled for; "" when no device was known.
+      implementation: name of the chosen implementation.
+      why_not: (name, reason) of each preferred implementation for that platform that could not be used; on an AMD GPU,
+        of those for NVIDIA GPUs.
+      case: the op's static arguments, as (name, value) pairs.
     """
 
     op: str
@@ -141,13 +142,22 @@ class Choice:
 
 
 def chosen(op: str | None = None) -> tuple[Choice, ...]:
-    """What this process has chosen so far, in order; of one op, or of all. Cached traces choose nothing anew."""
+    """Return the choices that this process has made so far, in order.
+
+    A cached trace makes no new choice.
+
+    Args:
+      op: return only choices of this op; `None` returns those of all ops.
+    """
     return tuple(c for c in _chosen.values() if op in (None, c.op))
 
 
 @contextlib.contextmanager
 def choosing() -> Iterator[dict[Any, Choice]]:
-    """Collects what is chosen within it, whether or not it had been chosen before."""
+    """Collect the choices made within the context, also those made before.
+
+    The context's value is a dict, whose values are the choices.
+    """
     mine: dict[Any, Choice] = {}
     _listening.append(mine)
     try:
@@ -157,22 +167,22 @@ def choosing() -> Iterator[dict[Any, Choice]]:
 
 
 def forget() -> None:
-    """Empties the record of `chosen`."""
+    """Clear the record that `chosen` returns."""
     _chosen.clear()
-    _said.clear()
+    _logged.clear()
 
 
 def device() -> Target:
-    """What is being compiled for: a device of the mesh in scope, else the default device."""
-    found = jax.sharding.get_abstract_mesh().abstract_device
-    if found is None:
+    """Return the target of compilation: a device of the mesh in scope, else the default device."""
+    current = jax.sharding.get_abstract_mesh().abstract_device
+    if current is None:
         default = jax.config.values["jax_default_device"]
-        found = jax.devices(default)[0] if isinstance(default, str) else default or jax.devices()[0]
-    platform = found.platform
+        current = jax.devices(default)[0] if isinstance(default, str) else default or jax.devices()[0]
+    platform = current.platform
     if platform in ("gpu", "cuda"):
-        amd = any(maker in found.device_kind for maker in ("AMD", "Radeon", "gfx"))
+        amd = any(maker in current.device_kind for maker in ("AMD", "Radeon", "gfx"))
         platform = "rocm" if amd else "cuda"  # "Tesla T4" does not name its maker
-    return Target(found.device_kind, platform)
+    return Target(current.device_kind, platform)
 
 
 def dispatch(
@@ -182,14 +192,17 @@ def dispatch(
     case: dict[str, Any],
     implementation: str | None = None,
 ) -> Any:
-    """Runs an op by the implementation that was named, or by the best one for the device in scope.
+    """Run an op with the named implementation, or with the best one for the device in scope.
 
     Args:
-      op: its name.
-      implementations: best first; the last is supported everywhere.
-      arrays: what `run` is given.
+      op: name of the op.
+      implementations: best first; the last one is supported everywhere.
+      arrays: arguments of the implementation's `run`.
       case: hashable static arguments, for `supported` and `run`.
-      implementation: a name, or `None` for the best.
+      implementation: name of an implementation, or `None` for the best.
+
+    Returns:
+      what the implementation's `run` returns.
 
     Raises:
       KernelError: the named implementation does not exist, is not supported here, or is withdrawn (`withdrawn.py`).
@@ -201,7 +214,7 @@ def dispatch(
     default = _bind(fallback, here, case)
     if best is fallback:
         return default(*arrays)
-    # Lowered for another platform than that of the device in scope, it is what runs anywhere.
+    # Lowered for another platform than that of the device in scope, the program runs the last implementation.
     return lax.platform_dependent(*arrays, default=default, **{here.platform: _bind(best, here, case)})
 
 
@@ -236,12 +249,12 @@ def _run_named(
     if name not in by_name:
         close = difflib.get_close_matches(name, by_name, n=1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
-        raise KernelError(f"{op} has no implementation '{name}', only {', '.join(map(repr, by_name))}{hint}")
+        raise KernelError(f"{op} has no implementation '{name}'; it has {', '.join(map(repr, by_name))}{hint}")
     one = by_name[name]
-    how = _interpretation.value
-    if how is not None and one.platforms:
+    mode = _interpretation.value
+    if mode is not None and one.platforms:
         platform = one.platforms[0]
-        target = Target(_STAND_IN[platform], platform, interpret=True, races=how == "races")
+        target = Target(_STAND_IN[platform], platform, interpret=True, races=mode == "races")
     why = _why_not(op, one, target, case)
     if why is not None:
         raise KernelError(f"{op}: implementation='{name}' is not supported here: {why}")
@@ -259,14 +272,14 @@ def _why_not(op: str, one: Implementation, target: Target, case: dict[str, Any])
         return why
     if why := one.supported(target, **case):
         return why
-    # What was wrong on hardware is looked for in an interpreter; and XLA is what is left when a kernel is withdrawn.
+    # A withdrawn kernel may be debugged in an interpreter. XLA is never withdrawn: it is the last choice.
     if not one.platforms or target.interpret or withdrawn.is_allowed():
         return None
     return withdrawn.why(op, one.name, target.kind, case)
 
 
 def _unguarded() -> str | None:
-    """Why the partitioner might meet a kernel, which it cannot cut and a TPU refuses; `None` when it will not."""
+    """Why the partitioner might meet a kernel, which it cannot partition and a TPU refuses; `None` when it will not."""
     mesh = jax.sharding.get_abstract_mesh()
     through = "call the op through jaxscale.parallel.sharded_op, or inside a shard_map"
     left = [f"{a}={n}" for a, n in mesh.shape.items() if n > 1 and a not in mesh.manual_axes]
@@ -285,15 +298,19 @@ def _record(
 ) -> None:
     choice = Choice(op, target.platform, target.kind, one.name, why_not, tuple(case.items()))
     line = op, target.kind, one.name
-    if target.platform in ("cuda", "rocm") and why_not and line not in _said:
-        _said.add(line)
+    if target.platform in ("cuda", "rocm") and why_not and line not in _logged:
+        _logged.add(line)
         _log.warning("%s", choice)
     for record in (_chosen, *_listening):
         record[choice.op, choice.platform, choice.kind, choice.implementation, choice.case] = choice
 
 
 def hopper(target: Target) -> str | None:
-    """Why a Hopper kernel cannot run on `target`, or `None`; what every `supported` of a `gpu.py` asks first."""
+    """Return why a Hopper kernel cannot run on `target`, or `None`. `supported` of each `gpu.py` calls this first.
+
+    Args:
+      target: the device to compile for.
+    """
     if target.kind and not any(name in target.kind for name in HOPPER):
         return f"it is written for Hopper ({', '.join(HOPPER[:2])}), and this is {target.kind}"
     if JAX_VERSION < (0, 11):
@@ -305,10 +322,10 @@ def hopper(target: Target) -> str | None:
 
 @contextlib.contextmanager
 def interpreted(races: bool = False) -> Iterator[None]:
-    """For tests: a Mosaic implementation asked for by name runs in its interpreter on the CPU.
+    """Run Mosaic implementations that are chosen by name in their interpreter on the CPU (tests).
 
     Args:
-      races: detect data races as well, which is slower.
+      races: also detect data races, which is slower.
     """
     with _interpretation("races" if races else "plain"):
         yield
@@ -316,16 +333,16 @@ def interpreted(races: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_device(kind: str, platform: str | None = None) -> Iterator[None]:
-    """Lowers as for a device of this kind, which need not exist: `jit(f).trace(x).lower(lowering_platforms=...)`.
+    """Lower as for a device of this kind, which need not exist: `jit(f).trace(x).lower(lowering_platforms=...)`.
 
     Args:
       kind: such as "NVIDIA H200" or "TPU v6 lite".
-      platform: "gpu" or "tpu"; by default read off the kind.
+      platform: "gpu" or "tpu"; read off the kind by default.
     """
     platform = platform or ("tpu" if kind.startswith("TPU") else "gpu")
     cores = 132 if platform == "gpu" else 1
-    found = jax.sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform=platform)
+    abstract = jax.sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform=platform)
     axis_type = jax.sharding.AxisType.Explicit  # Mosaic GPU reads the device of explicit meshes only
-    mesh = jax.sharding.AbstractMesh((1,), ("_device",), (axis_type,), abstract_device=found)
+    mesh = jax.sharding.AbstractMesh((1,), ("_device",), (axis_type,), abstract_device=abstract)
     with jax.sharding.use_abstract_mesh(mesh):
         yield

@@ -1,5 +1,5 @@
-"""What kernels raise; imports nothing, so that a command line can name it without starting JAX."""
+"""The error that kernels raise. Imports nothing, so that a command line can name it without starting JAX."""
 
 
 class KernelError(ValueError):
-    """What a kernel cannot do, in one sentence that names the nearest thing it can."""
+    """An argument or case that a kernel cannot serve; the message names the nearest one that it can."""

@@ -1,7 +1,7 @@
-"""`python -m pallas_kernels.gate`: compiles every shipped kernel configuration for hardware that is not here.
+"""`python -m pallas_kernels.gate`: compile every shipped kernel configuration for hardware that is not present.
 
 A GPU kernel fails when registers spill, when wgmma is serialised or when shared memory does not suffice; a TPU kernel
-when Mosaic refuses it. Exit status 1 says that one did.
+fails when Mosaic refuses it. The exit status is 1 when a kernel failed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ TPUS = ("v5e", "v5p", "v6e", "tpu7x")
 
 
 def operations() -> tuple[str, ...]:
-    """The ops that have kernels: folders with a `gpu.py` or a `tpu.py`."""
+    """Return the ops that have kernels: folders with a `gpu.py` or a `tpu.py`."""
     root = Path(__file__).parent
     return tuple(sorted({p.parent.name for name in ("gpu.py", "tpu.py") for p in root.glob(f"*/{name}")}))
 
 
 def configurations(op: str, backend: str) -> Iterator[Configuration]:
-    """What an op ships for a backend: `configurations(package)` of its `gpu.py` or `tpu.py`.
+    """Yield an op's configurations for a backend: `configurations(package)` of its `gpu.py` or `tpu.py`.
 
     Args:
       op: an op's folder.
@@ -45,47 +45,63 @@ def configurations(op: str, backend: str) -> Iterator[Configuration]:
 
 
 def gate_gpu(fn: Callable[..., Any], shapes: tuple[Any, ...], topology: str) -> tuple[list[Report], str | None]:
-    """Reports of a function's kernels, and what is wrong with them or `None`."""
+    """Return the reports on a function's kernels, and what is wrong with them or `None`.
+
+    Args:
+      fn: the function that one device runs.
+      shapes: `jax.ShapeDtypeStruct`s of its arguments.
+      topology: a GPU, as for `pallas_kernels.aot.devices_of`.
+    """
     try:
         reports = kernel_reports(fn, *shapes, topology=topology)
     except KernelError:
         raise
-    except Exception as e:  # what the compiler refuses comes as many types
+    except Exception as e:  # the compiler raises many types
         return [], f"does not compile: {str(e).strip().splitlines()[0][:200]}"
     if not reports:
-        return [], "no kernel was compiled: it holds none, or this process has compiled the very same one before"
+        return [], "no kernel was compiled: the function has none, or this process has compiled the same one before"
     return reports, next((r.problem for r in reports if r.problem), None)
 
 
 def gate_tpu(fn: Callable[..., Any], shapes: tuple[Any, ...], topology: str) -> str | None:
-    """Why a function does not compile for a TPU generation, or `None`."""
+    """Return why a function does not compile for a TPU generation, or `None`.
+
+    Args:
+      fn: the function that one device runs.
+      shapes: `jax.ShapeDtypeStruct`s of its arguments.
+      topology: a TPU, as for `pallas_kernels.aot.devices_of`.
+    """
     try:
         text = compile_kernel(fn, *shapes, topology=topology).as_text()
     except KernelError:
         raise
     except Exception as e:
         return f"does not compile: {str(e).strip().splitlines()[0][:200]}"
-    return None if "tpu_custom_call" in text else "no kernel was compiled: the function holds none"
+    return None if "tpu_custom_call" in text else "no kernel was compiled: the function has none"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status.
+
+    Args:
+      argv: arguments; those of the process by default.
+    """
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.gate", description=__doc__)
     parser.add_argument("op", nargs="*", help="ops to compile; all by default")
-    parser.add_argument("--backend", choices=("gpu", "tpu"), default="gpu")
+    parser.add_argument("--backend", choices=("gpu", "tpu"), default="gpu", help="default %(default)s")
     jobs = min(4, os.cpu_count() or 1)
-    parser.add_argument("--jobs", type=int, default=jobs, help="how many processes compile (default %(default)s)")
+    parser.add_argument("--jobs", type=int, default=jobs, help="number of processes that compile (default %(default)s)")
     args = parser.parse_args(argv)
     if args.jobs < 1:
         parser.error(f"--jobs {args.jobs}: must be at least 1")
     unknown = set(args.op) - set(operations())
     if unknown:
-        parser.error(f"no kernels of '{min(unknown)}'; there are {', '.join(operations())}")
+        parser.error(f"'{min(unknown)}' has no kernels; these ops do: {', '.join(operations())}")
     if why := (why_no_gpu() if args.backend == "gpu" else why_no_tpu()):
         print(f"gate: {why}", file=sys.stderr)
         return 2
     ops = tuple(args.op or operations())
-    # a spawned process has no part in this one's JAX
+    # spawn, not fork: a forked process would share this one's JAX runtime
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         started = [pool.submit(_gate, ops, args.backend, i, args.jobs) for i in range(args.jobs)]
         counts = [one.result() for one in started]
@@ -95,13 +111,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _gate(ops: tuple[str, ...], backend: str, first: int, stride: int) -> tuple[int, int]:
-    """Compiles every `stride`-th configuration from the `first` on; how many passed and failed."""
+    """Compile every `stride`-th configuration from the `first` on; return how many passed and how many failed."""
     passed = failed = 0
     every = [(op, *configuration) for op in ops for configuration in configurations(op, backend)]
     for op, name, fn, shapes in every[first::stride]:
         for what, problem, seconds in _results(backend, fn, shapes):
             passed, failed = passed + (problem is None), failed + (problem is not None)
-            # in one write, so that lines of several processes stay whole
+            # a single write, so that lines of several processes do not mix
             print(f"{op:10s} {name:44s} {what} {seconds:5.1f}s  {problem or 'ok'}\n", end="", flush=True)
     return passed, failed
 

@@ -1,8 +1,8 @@
-"""Tile sizes as data: `pallas_kernels/<op>/tiles.json`, keyed by device kind, found by the nearest key.
+"""Tile sizes as data: `pallas_kernels/<op>/tiles.json`, keyed by device kind and by what the tile depends on.
 
-An entry is `{"device": "NVIDIA H200", "key": {"dtype": "bfloat16", "columns": 32768}, "tile": {...}, "from": "..."}`;
-`from` says how it was found: "compiled" (passed the gate, never timed) or "measured" with a commit.
-`python -m pallas_kernels.tune OP` writes them.
+An entry is `{"device": "NVIDIA H200", "key": {"dtype": "bfloat16", "columns": 32768}, "tile": {...}, "from": "..."}`.
+`from` is the tile's origin: "compiled" (passed the gate, never timed) or "measured" with a commit.
+`python -m pallas_kernels.tune OP` writes the entries.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from pallas_kernels.dispatch import KernelError
 
 _ROOT = Path(__file__).parent
 _trying: dict[str, Mapping[str, Any]] = {}
-_OTHER = 8.0  # how far apart two unlike words are, in doublings of a number
+_OTHER = 8.0  # distance of two different words, in doublings of a number
 
 
 def lookup(op: str, kind: str, **key: Any) -> dict[str, Any]:
-    """The tile of the entry nearest to a device kind and a key.
+    """Return the tile of the entry nearest to a device kind and a key.
 
-    A device's own entries come before those of its family (its name's first word), those before any other's; among
-    them numbers count by how many doublings apart they are, and other values by being equal or not.
+    Entries of the same device come first, then those of its family (the first word of its name), then any other. Among
+    them the nearest key wins: two numbers are as far apart as there are doublings between them, two equal words not at
+    all, and two different words by a constant.
 
     Args:
       op: a folder of `pallas_kernels`.
       kind: the device kind.
-      **key: what the tile depends on: numbers and words.
+      **key: the numbers and words that the tile depends on.
 
     Raises:
       KernelError: the op has no entries.
@@ -41,7 +42,14 @@ def lookup(op: str, kind: str, **key: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def trying(op: str, tile: Mapping[str, Any]) -> Iterator[None]:
-    """`lookup` of an op answers `tile` in here, whatever the key: for tuning, around the tracing of a new function."""
+    """Make `lookup` of an op return `tile` within the context, whatever the key (for tuning).
+
+    Tiles are read while tracing, so a new function has to be traced within the context.
+
+    Args:
+      op: a folder of `pallas_kernels`.
+      tile: the tile to return.
+    """
     before = _trying.get(op)
     _trying[op] = tile
     try:
@@ -53,7 +61,16 @@ def trying(op: str, tile: Mapping[str, Any]) -> Iterator[None]:
 
 
 def nearest(op: str, kind: str, **key: Any) -> Mapping[str, Any]:
-    """As `lookup`, the whole entry: whose it is and how it was found."""
+    """Return the whole entry that `lookup` takes its tile from.
+
+    Args:
+      op: a folder of `pallas_kernels`.
+      kind: the device kind.
+      **key: the numbers and words that the tile depends on.
+
+    Raises:
+      KernelError: the op has no entries.
+    """
     table = entries(op)
     if not table:
         raise KernelError(f"pallas_kernels/{op}/tiles.json has no entries; run python -m pallas_kernels.tune {op}")
@@ -61,7 +78,7 @@ def nearest(op: str, kind: str, **key: Any) -> Mapping[str, Any]:
 
 
 def entries(op: str) -> tuple[Mapping[str, Any], ...]:
-    """Every entry of an op, empty when it has no table."""
+    """Return every entry of an op's table; empty when it has no table."""
     return _read(op)
 
 
@@ -71,10 +88,14 @@ def _read(op: str) -> tuple[Mapping[str, Any], ...]:
     return tuple(json.loads(path.read_text())) if path.exists() else ()
 
 
-def write(op: str, found: list[dict[str, Any]]) -> Path:
-    """Merges entries into an op's table, replacing those of the same device and key; returns the file."""
-    same = lambda e: (e["device"], json.dumps(e["key"], sort_keys=True))  # noqa: E731
-    merged = {same(e): e for e in (*entries(op), *found)}
+def write(op: str, new: list[dict[str, Any]]) -> Path:
+    """Merge entries into an op's table, replacing those of the same device and key; return the file.
+
+    Args:
+      op: a folder of `pallas_kernels`.
+      new: the entries.
+    """
+    merged = {(e["device"], json.dumps(e["key"], sort_keys=True)): e for e in (*entries(op), *new)}
     path = _ROOT / op / "tiles.json"
     path.write_text("[\n" + ",\n".join("  " + json.dumps(e) for e in merged.values()) + "\n]\n")
     _read.cache_clear()

@@ -1,6 +1,6 @@
-"""Trying tiles: every candidate passes the compile gate, and is timed where the device is here.
+"""Try tiles: compile every candidate through the gate, and time it where the device is present.
 
-One whose result is another than the first one's is refused: a fast wrong tile is no tile.
+A tile whose result differs from that of the first one is rejected, however fast it is.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from pallas_kernels.gate import gate_gpu, gate_tpu
 
 ROUNDS = 15
 CALLS = 8
-"""In a timing, so that starting them counts for little."""
+"""Calls in one timing, so that the time to start them counts for little."""
 AGREE = 0.05
-"""How far apart, relatively, the results of two tiles may be."""
+"""Largest relative difference allowed between the results of two tiles."""
 Say = Callable[[str], Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """A candidate, and what became of it.
+    """A candidate tile and the result of trying it.
 
     Args:
-      op: whose.
+      op: name of the op.
       device: the device kind.
-      key, tile: as in `tiles.json`.
-      seconds: of a call, or `None` where the device is not here.
-      problem: why it is not to be used, or `None`.
-      how: "measured ..." or "compiled".
+      key: what the tile depends on, as in `tiles.json`.
+      tile: the tile sizes, as in `tiles.json`.
+      seconds: time of a call, or `None` where the device is not present.
+      problem: why the tile is rejected, or `None`.
+      source: "measured ..." or "compiled"; `from` in `tiles.json`.
     """
 
     op: str
@@ -50,7 +51,7 @@ class Attempt:
     tile: dict[str, Any]
     seconds: float | None
     problem: str | None
-    how: str
+    source: str
 
     def __str__(self) -> str:
         what = self.problem or ("compiles" if self.seconds is None else f"{self.seconds * 1e6:.1f} us")
@@ -58,17 +59,17 @@ class Attempt:
 
 
 def tune(op: str, topology: str, *, limit: int | None = None, say: Say = print) -> list[dict[str, Any]]:
-    """The best tile of every key of an op on a device.
+    """Return the best tile of every key of an op on a device.
 
     Args:
       op: a folder of `pallas_kernels` with a `tuning.py`: `keys(platform)`, `candidates(platform, key)`, best first,
-        and `build(platform, key, tile)`, which gives a function and its `jax.ShapeDtypeStruct`s.
+        and `build(platform, key, tile)`, which returns a function and its `jax.ShapeDtypeStruct`s.
       topology: "h200", "v5e", ...: what to compile for.
-      limit: candidates to try of each key.
-      say: takes a line of progress.
+      limit: number of candidates to try for each key.
+      say: receives lines of progress.
 
     Returns:
-      entries for `tiles.write`; a key none of whose candidates passes is left out, and said.
+      entries for `tiles.write`. A key without a passing candidate is left out, with a line of progress.
 
     Raises:
       KernelError: no compiler for the device is installed.
@@ -78,7 +79,7 @@ def tune(op: str, topology: str, *, limit: int | None = None, say: Say = print) 
 
 
 def tuning(op: str) -> Any:
-    """An op's `tuning.py`."""
+    """Return the module `tuning` of an op."""
     return importlib.import_module(f"pallas_kernels.{op}.tuning")
 
 
@@ -93,24 +94,30 @@ def attempts(
     turn: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     say: Say = print,
 ) -> Iterator[Attempt]:
-    """Tries the candidates of a key; where the device is not here, up to the first that compiles.
+    """Try the candidates of a key; where the device is not present, stop at the first that compiles.
 
     Args:
-      op, topology, limit, say: as for `tune`.
-      key: one of the op's.
-      known: tiles that were tried before.
-      before: told each tile when its turn comes.
-      turn: held while something is timed.
+      op: a folder of `pallas_kernels`.
+      topology: "h200", "v5e", ...: what to compile for.
+      key: one of the op's keys.
+      limit: number of candidates to try.
+      known: tiles that were tried before, which are skipped.
+      before: called with each tile before it is tried.
+      turn: context that is entered while something is timed.
+      say: receives lines of progress.
+
+    Yields:
+      each attempt.
 
     Raises:
-      KernelError: as `tune`; or an accelerator is here, and it is another.
+      KernelError: as `tune`; or another accelerator is present.
     """
     platform, kind = platform_of(topology), kind_of(topology)
-    found_here = jax.devices()[0]
-    here = found_here.device_kind == kind
-    if found_here.platform != "cpu" and not here:
-        raise KernelError(f"the device here is {found_here.device_kind}, and not {kind}; leave --device out")
-    how = f"measured {datetime.date.today()}, jax {jax.__version__}" if here else "compiled"
+    device = jax.devices()[0]
+    here = device.device_kind == kind
+    if device.platform != "cpu" and not here:
+        raise KernelError(f"this machine has a {device.device_kind}, not a {kind}; leave --device out")
+    source = f"measured {datetime.date.today()}, jax {jax.__version__}" if here else "compiled"
     first: Any = None
     for tile in list(tuning(op).candidates(platform, key))[:limit]:
         if tile in known:
@@ -125,41 +132,48 @@ def attempts(
                     seconds, problem, first = _timed(fn, shapes, first)
         else:
             problem = gate_gpu(fn, shapes, topology)[1] if platform == "gpu" else gate_tpu(fn, shapes, topology)
-        found = Attempt(op, kind, key, tile, seconds, problem, how)
-        say(str(found))
-        yield found
+        attempt = Attempt(op, kind, key, tile, seconds, problem, source)
+        say(str(attempt))
+        yield attempt
         if problem is None and not here:
-            return  # nothing to compare: the op's first choice that compiles
+            return  # without timings, the first candidate that compiles is the best
 
 
 def best(tried: Sequence[Attempt], *, say: Say = print) -> dict[str, list[dict[str, Any]]]:
-    """By op, entries for `tiles.write`: of each key the fastest attempt, or the first where nothing was timed."""
+    """Return entries for `tiles.write` by op: for each key the fastest attempt, or the first where nothing was timed.
+
+    Args:
+      tried: the attempts.
+      say: receives a line for each key without a passing candidate or with contradicting results.
+    """
     keys: dict[tuple[str, str, str], list[Attempt]] = {}
     for one in tried:
         keys.setdefault((one.op, one.device, json.dumps(one.key, sort_keys=True)), []).append(one)
-    found: dict[str, list[dict[str, Any]]] = {op: [] for op, _, _ in keys}
+    by_op: dict[str, list[dict[str, Any]]] = {op: [] for op, _, _ in keys}
     for (op, device, _), of_key in keys.items():
         passed = [a for a in of_key if a.problem is None]
         if not passed:
             say(f"{op} {of_key[0].key}: no candidate passes")
             continue
         if sum("that of the first tile" in (a.problem or "") for a in of_key) > len(passed):
-            say(f"{op} {of_key[0].key}: most tiles have another result than the first one, which may be the wrong one")
+            say(
+                f"{op} {of_key[0].key}: most tiles disagree with the result of the first tile, which may itself be wrong"
+            )
         chosen = min(passed, key=lambda a: (a.seconds is None, a.seconds or 0.0))
-        found[op].append({"device": device, "key": chosen.key, "tile": chosen.tile, "from": chosen.how})
-    return found
+        by_op[op].append({"device": device, "key": chosen.key, "tile": chosen.tile, "from": chosen.source})
+    return by_op
 
 
 def platform_of(topology: str) -> str:
-    """ "gpu" or "tpu"."""
+    """Return "gpu" or "tpu", the platform of a topology."""
     return "gpu" if topology.partition(":")[0] in GPUS else "tpu"
 
 
 def topology_here() -> str | None:
-    """The name of the accelerator that is here, as `tune` takes it; `None` on a CPU.
+    """Return the name of this machine's accelerator, as `tune` takes it; `None` on a CPU.
 
     Raises:
-      KernelError: an accelerator that has no name.
+      KernelError: the accelerator has no such name.
     """
     device = jax.devices()[0]
     if device.platform == "cpu":
@@ -167,23 +181,27 @@ def topology_here() -> str | None:
     for name in GPUS if device.platform == "gpu" else SMALLEST:
         if kind_of(name) == device.device_kind:
             return name
-    raise KernelError(f"there are no tiles to tune for a {device.device_kind}; --device NAME compiles on a CPU")
+    raise KernelError(f"no kernel has tiles for a {device.device_kind}; on a CPU, --device NAME compiles for NAME")
 
 
 def _problem_here(fn: Callable[..., Any], shapes: tuple[Any, ...], platform: str) -> str | None:
-    """What the compiler of the device that is here says against a function; on a TPU it says so when it runs."""
+    """Return why this machine's compiler refuses a function, or `None`; errors of a TPU show when it runs."""
     if platform == "tpu":
         return None
     try:
         return next((r.problem for r in kernel_reports(fn, *shapes, topology=None) if r.problem), None)
     except KernelError:
-        return None  # it compiles, and its report cannot be read: time will tell
-    except Exception as e:  # what the compiler refuses comes as many types
+        return None  # it compiles, but its report cannot be read
+    except Exception as e:  # the compiler raises many types
         return f"does not compile: {_first_line(e)}"
 
 
 def _timed(fn: Callable[..., Any], shapes: tuple[Any, ...], first: Any) -> tuple[float | None, str | None, Any]:
-    """The median time of a call on random data, why it is not to be used, and a sample of the result for the others."""
+    """Time a function on random data.
+
+    Returns:
+      the median seconds of a call or `None`, why the tile is rejected or `None`, and a sample of the first result.
+    """
 
     def fill(s: jax.ShapeDtypeStruct) -> jax.Array:
         if not jnp.issubdtype(s.dtype, jnp.floating):
@@ -200,7 +218,7 @@ def _timed(fn: Callable[..., Any], shapes: tuple[Any, ...], first: Any) -> tuple
         for _ in range(ROUNDS):
             start = time.perf_counter()
             for _ in range(CALLS):
-                out = jitted(*args)  # the one before may go while this one is on its way
+                out = jitted(*args)  # dropping the last output frees it while this call runs
             jax.block_until_ready(out)
             times.append((time.perf_counter() - start) / CALLS)
     except Exception as e:
@@ -213,7 +231,7 @@ def _first_line(e: Exception) -> str:
 
 
 def _sample(tree: Any) -> list[np.ndarray]:
-    """About a million numbers of each array, evenly spread, in the host's memory."""
+    """Return about a million numbers of each array, evenly spaced, in the host's memory."""
 
     def spread(x: jax.Array) -> jax.Array:
         return x.ravel()[:: x.size // 2**20 | 1].astype(jnp.float32)
@@ -222,7 +240,7 @@ def _sample(tree: Any) -> list[np.ndarray]:
 
 
 def _apart(a: list[np.ndarray], b: list[np.ndarray]) -> float:
-    """The largest relative difference of samples; places where both are NaN, of made-up statistics, agree."""
+    """Return the largest relative difference of two samples; two NaNs agree (statistics are made up here)."""
 
     def one(x: np.ndarray, y: np.ndarray) -> float:
         same = (np.isnan(x) & np.isnan(y)) | (x == y)

@@ -1,14 +1,14 @@
-"""`python -m pallas_kernels.tune OP...`: finds ops' tiles for a device and writes them into their `tiles.json`.
+"""`python -m pallas_kernels.tune OP...`: find ops' tiles for a device and write them into their `tiles.json`.
 
-Every candidate passes the compile gate first. Where the device is here, those that do are timed, the fastest is
-"measured", and one whose result is another than the first one's is refused. Where it is not, the first to pass, in the
-op's own order of preference, is "compiled".
+Every candidate passes the compile gate first. Where the device is present, those that pass are timed, the fastest is
+"measured", and one whose result differs from the first one's is rejected. Where it is not present, the first candidate
+to pass, in the op's own order of preference, is "compiled".
 
     python -m pallas_kernels.tune --jobs 8 --seconds 400 --out tried.jsonl   on the device: every op
-    python -m pallas_kernels.tune --take tried.jsonl                            its best, into the tables
+    python -m pallas_kernels.tune --take tried.jsonl                            the best tiles into the tables
 
-With --out each attempt is on disk as soon as it is known, and a second run goes on behind it; with --jobs several
-processes compile and take turns to time. One that ends or hangs costs the candidate that it was at.
+With --out each attempt is written to disk at once, and a second run continues after it. With --jobs several processes
+compile and take turns to time. A process that ends or hangs loses only the candidate that it was trying.
 """
 
 from __future__ import annotations
@@ -33,27 +33,31 @@ from pallas_kernels.gate import operations
 from pallas_kernels.trials import Attempt, attempts, best, platform_of, topology_here, tuning
 
 LIMITS = {"begun": 180.0, "timing": 30.0}
-"""Seconds after which a candidate hangs that is being compiled, or timed; waiting for its turn it may."""
+"""Seconds after which a candidate counts as hanging, while it is compiled or timed; waiting for a turn has no limit."""
 REFUSED = 2
-"""The exit status of a process that cannot work on this device: no other could."""
+"""Exit status of a process that cannot work on this device, where no other process could either."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """A file of attempts, a line each, and between them what each process is at."""
+    """A file of attempts, one per line, and between them the state of each process.
+
+    Args:
+      path: the file.
+    """
 
     path: Path
 
     def add(self, one: Attempt | dict[str, Any]) -> None:
-        """Appends a line, whole."""
+        """Append one whole line: an attempt, or the state of a process."""
         line = json.dumps(dataclasses.asdict(one) if isinstance(one, Attempt) else one)
         with self.path.open("a") as file:
             file.write(line + "\n")
 
     def read(self) -> tuple[list[Attempt], list[dict[str, Any]]]:
-        """What was tried, and what is under way or was lost: the last that its process said of it.
+        """Return the attempts, and the candidates that are being tried or were lost, each with its process' last state.
 
-        What was under way when a run's time was over is neither.
+        Candidates that were being tried when a run's time was over count as neither.
         """
         lines = self._lines()
         tried: list[Attempt] = []
@@ -67,38 +71,39 @@ class Log:
                 times = under_way.get(name, {"times": 0})["times"] + (line["state"] == "begun")
                 under_way[name] = line | {"times": times}
             else:
-                tried.append(Attempt(**line))
+                # Older logs call the field "how".
+                tried.append(Attempt(**{"source" if name == "how" else name: value for name, value in line.items()}))
                 under_way.pop(name, None)
         return tried, list(under_way.values())
 
     def _lines(self) -> list[dict[str, Any]]:
-        """All that are whole: the last may have been cut by the end of its process.
+        """Return every whole line; the last one may have been cut by the end of its process.
 
         Raises:
-          KernelError: it is another kind of file.
+          KernelError: the file is of another kind.
         """
         text = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
         whole = text if not text or text[-1].endswith("\n") else text[:-1]
         try:
             lines = [json.loads(line) for line in whole]
             if not all(isinstance(line, dict) and ("over" in line or "tile" in line) for line in lines):
-                raise ValueError("a line is no attempt")
+                raise ValueError("a line is not an attempt")
         except ValueError as e:
-            raise KernelError(f"{self.path} is no file of attempts, as --out writes one ({e})") from None
+            raise KernelError(f"{self.path} is not a file of attempts written by --out ({e})") from None
         return lines
 
     def give_up(self, one: dict[str, Any]) -> None:
-        """Records that a candidate took its process with it."""
+        """Record that trying a candidate ended its process."""
         why = "its process ended or hung"
         self.add(Attempt(one["op"], one["device"], one["key"], one["tile"], None, why, "measured"))
 
 
 def _work(args: argparse.Namespace, ops: Sequence[str], log: Log, worker: int) -> None:
-    """Tries every `jobs`-th key; after the time nothing is begun."""
+    """Try every `jobs`-th key; begin nothing after the time limit."""
     end = time.monotonic() + args.seconds if args.seconds else None
     topology = _topology(args)
     kind = kind_of(topology)
-    every = [(op, key) for op in ops for key in tuning(op).keys(platform_of(topology)) if _wanted(key, args.where)]
+    every = [(op, key) for op in ops for key in tuning(op).keys(platform_of(topology)) if _matches(key, args.where)]
     at: dict[str, Any] = {}
 
     def now(state: str) -> None:
@@ -115,7 +120,7 @@ def _work(args: argparse.Namespace, ops: Sequence[str], log: Log, worker: int) -
     for op, key in every[worker :: args.jobs]:
         before = [a for a in log.read()[0] if (a.op, a.device, a.key) == (op, kind, key)]
         if any(a.problem is None and a.seconds is None for a in before):
-            continue  # compiled before
+            continue  # a candidate of this key has compiled before
 
         def begin(tile: dict[str, Any], op: str = op, key: dict[str, Any] = key) -> None:
             at.update(op=op, key=key, tile=tile)
@@ -129,16 +134,16 @@ def _work(args: argparse.Namespace, ops: Sequence[str], log: Log, worker: int) -
 
 
 def _topology(args: argparse.Namespace) -> str:
-    """What to tune for: what was said, else what is here, else an H200."""
+    """Return what to tune for: --device, else the accelerator of this machine, else an H200."""
     return args.device or topology_here() or "h200"
 
 
-def _wanted(key: dict[str, Any], where: Sequence[str]) -> bool:
+def _matches(key: dict[str, Any], where: Sequence[str]) -> bool:
     return all(str(key.get(name)) == value for name, _, value in (w.partition("=") for w in where))
 
 
 def _several(args: argparse.Namespace, argv: Sequence[str], log: Log) -> bool:
-    """Keeps `jobs` processes at work until each is through or the time is over; false where none can work here."""
+    """Keep `jobs` processes at work until all are done or the time is over; return False where none can work here."""
     end = time.monotonic() + args.seconds if args.seconds else None
     share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.85 / args.jobs:.3f}"}
 
@@ -174,46 +179,54 @@ def _several(args: argparse.Namespace, argv: Sequence[str], log: Log) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status.
+
+    Args:
+      argv: arguments; those of the process by default.
+    """
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
         prog="python -m pallas_kernels.tune", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("op", nargs="*", help=f"of {', '.join(operations())}; all by default")
-    known = sorted({*SMALLEST, "h100", "h200"})  # the kernels for GPUs are Hopper's
-    parser.add_argument("--device", choices=known, help="by default what is here, or an H200")
-    parser.add_argument("--limit", type=int, help="candidates to try of each key")
-    parser.add_argument("--where", action="append", default=[], metavar="NAME=VALUE", help="keys that have this")
-    parser.add_argument("--seconds", type=float, help="try nothing after this")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that compile at once")
-    parser.add_argument("--out", type=Path, help="a file of attempts, to go on with")
-    parser.add_argument("--write", action="store_true", help="the best into the ops' tiles.json")
-    parser.add_argument("--take", type=Path, metavar="FILE", help="write the best of a file of attempts, try nothing")
+    parser.add_argument("op", nargs="*", help=f"ops to tune, of {', '.join(operations())}; all by default")
+    known = sorted({*SMALLEST, "h100", "h200"})  # kernels for GPUs are for Hopper
+    parser.add_argument("--device", choices=known, help="device to tune for; by default this machine's, else an H200")
+    parser.add_argument("--limit", type=int, help="candidates to try for each key")
+    parser.add_argument(
+        "--where", action="append", default=[], metavar="NAME=VALUE", help="tune only keys with this value"
+    )
+    parser.add_argument("--seconds", type=float, help="begin no attempt after this time")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile at the same time")
+    parser.add_argument("--out", type=Path, help="file of attempts to write, and to continue from")
+    parser.add_argument("--write", action="store_true", help="write the best tiles into the ops' tiles.json")
+    parser.add_argument(
+        "--take", type=Path, metavar="FILE", help="write the best tiles of a file of attempts; try nothing"
+    )
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if unknown := set(args.op) - set(operations()):
-        parser.error(f"no kernels of '{min(unknown)}'; there are {', '.join(operations())}")
+        parser.error(f"'{min(unknown)}' has no kernels; these ops do: {', '.join(operations())}")
     if args.jobs < 1 or (args.jobs > 1 and args.out is None):
-        parser.error(f"--jobs {args.jobs}: at least 1, and more than one write to --out FILE")
+        parser.error(f"--jobs {args.jobs}: must be at least 1, and more than one needs --out FILE")
     ops = tuple(args.op or operations())
     platform = platform_of(args.device or "h200")
     names = sorted({name for op in ops for key in tuning(op).keys(platform) for name in key})
     if wrong := next((w for w in args.where if w.partition("=")[0] not in names or "=" not in w), None):
-        parser.error(f"--where {wrong}: write NAME=VALUE, NAME one of {', '.join(names)}")
-    if args.where and not any(_wanted(key, args.where) for op in ops for key in tuning(op).keys(platform)):
-        parser.error(f"--where {' --where '.join(args.where)}: no key has that")
+        parser.error(f"--where {wrong}: write NAME=VALUE, with NAME one of {', '.join(names)}")
+    if args.where and not any(_matches(key, args.where) for op in ops for key in tuning(op).keys(platform)):
+        parser.error(f"--where {' --where '.join(args.where)}: no key has these values")
     if args.take:
         if not args.take.is_file():
-            parser.error(f"--take {args.take}: there is no such file; --out makes one")
+            parser.error(f"--take {args.take}: no such file; --out writes one")
     if args.out is not None and not args.out.parent.is_dir():
-        parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
+        parser.error(f"--out {args.out}: the folder {args.out.parent} does not exist")
     try:
         if args.take:
             return _written(best(Log(args.take).read()[0]))
         if args.out is None:
             tried, topology = [], _topology(args)
             for op in ops:
-                keys = [key for key in tuning(op).keys(platform_of(topology)) if _wanted(key, args.where)]
+                keys = [key for key in tuning(op).keys(platform_of(topology)) if _matches(key, args.where)]
                 tried += [a for key in keys for a in attempts(op, topology, key, args.limit)]
         else:
             log = Log(args.out)
@@ -221,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
                 _work(args, ops, log, args.worker)
                 return 0
             for lost in log.read()[1]:
-                if lost["times"] > 1:  # once may have been the end of the run
+                if lost["times"] > 1:  # once may have been due to the end of the run
                     log.give_up(lost)
             if not _several(args, argv, log):
                 return REFUSED
@@ -230,24 +243,24 @@ def main(argv: list[str] | None = None) -> int:
         print(f"tune: {e}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
-        print(f"interrupted{f'; {args.out} has what was tried' if args.out else ''}", file=sys.stderr)
+        print(f"interrupted{f'; attempts so far are in {args.out}' if args.out else ''}", file=sys.stderr)
         return 130
-    found = best(tried)
+    by_op = best(tried)
     if args.write:
-        return _written(found)
-    return 0 if any(found.values()) else 1
+        return _written(by_op)
+    return 0 if any(by_op.values()) else 1
 
 
-def _written(found: dict[str, list[dict[str, Any]]]) -> int:
-    """Writes entries, none that was only compiled over one that was measured."""
-    for op, entries in found.items():
+def _written(by_op: dict[str, list[dict[str, Any]]]) -> int:
+    """Write entries, but replace no measured one by one that was only compiled; return the exit status."""
+    for op, entries in by_op.items():
         measured = [(e["device"], e["key"]) for e in tiles.entries(op) if e["from"].startswith("measured")]
-        kept = [e for e in entries if e["from"] == "compiled" and (e["device"], e["key"]) in measured]
-        if kept:
-            print(f"{op}: {len(kept)} that were measured stay, which these were only compiled against")
-        if better := [e for e in entries if e not in kept]:
-            print(f"{len(better)} entries into {tiles.write(op, better)}")
-    return 0 if any(found.values()) else 1
+        compiled = [e for e in entries if e["from"] == "compiled" and (e["device"], e["key"]) in measured]
+        if compiled:
+            print(f"{op}: kept {len(compiled)} measured entries, for which there are now only compiled ones")
+        if better := [e for e in entries if e not in compiled]:
+            print(f"wrote {len(better)} entries to {tiles.write(op, better)}")
+    return 0 if any(by_op.values()) else 1
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from jaxscale.layout import Layout, shardings_of
 from jaxscale.models import TransformerConfig
 from jaxscale.plan.collectives import collectives
 from jaxscale.step import describe_model, make_params
-from pallas_kernels.decode_attention.inputs import How, Inputs
+from pallas_kernels.decode_attention.inputs import Inputs, Settings
 from pallas_kernels.decode_attention.split import Tiles, shares
 from pallas_kernels.flash_attention.inputs import Score
 
@@ -71,8 +71,8 @@ def idle(workers: int, lengths: tuple[int, ...]) -> dict[str, Any]:
     k = np.zeros((1, page, heads, 8), np.float32)
     q = np.zeros((len(lengths), 1, heads, 8), np.float32)
     inputs = Inputs(q=q, k=k, v=k, tables=tables, positions=positions, first=np.int32(0))  # type: ignore[arg-type]
-    how = How(Score("softmax", 1.0, None, 0.0), None, 8, 1)
-    found = shares(Tiles.of(inputs, how, page), inputs, how, workers=workers, heads=heads)
+    settings = Settings(Score("softmax", 1.0, None, 0.0), None, 8, 1)
+    found = shares(Tiles.of(inputs, settings, page), inputs, settings, workers=workers, heads=heads)
     dealt = np.diff(np.asarray(found.begin))
     tiles = np.repeat(-(-np.asarray(lengths) // page), heads)
     fixed = np.concatenate([np.full(8, -(-t // 8)) for t in tiles])  # every row and head in eight (flash-decoding)

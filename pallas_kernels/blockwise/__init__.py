@@ -1,4 +1,4 @@
-"""Optimizer states in eight bits, block by block, and their update in one pass (Dettmers et al. 2022).
+"""Optimizer states in eight bits, one scale per block, and their update in one pass (Dettmers et al. 2022).
 
     tile = tile_for(param.shape, ("embed", "mlp"))
     states = tuple(quantize_blockwise(jnp.zeros(param.shape), tile=tile, signed=signed) for signed in ADAMW.states)
@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 PARAM_DTYPES = ("float32", "bfloat16", "float16")
-"""Of parameters; gradients may be any float."""
+"""Dtypes of parameters; gradients may be of any float dtype."""
 
 
 def update_blockwise(
@@ -70,19 +70,19 @@ def update_blockwise(
     apply: bool = True,
     implementation: str | None = None,
 ) -> tuple[jax.Array, tuple[Quantized, ...]]:
-    """One step of an optimizer whose states are in eight bits, in one pass over memory.
+    """Take one step of an optimizer with 8-bit states, in one pass over memory.
 
-    Dequantises the states, applies the rule in float32, adds the update to the parameter and quantises the fresh
-    float32 states. The parameter, codes and scales that go in are written over when the caller donates them. Under
-    `jit` on several devices call it inside `shard_map` with local arrays: a tile never straddles two shards, so
-    every device does its part and the result is the same to the bit.
+    Dequantise the states, apply the rule in float32, add the update to the parameter and quantise the new float32
+    states. The parameter, codes and scales are updated in place when the caller donates them. Under `jit` on several
+    devices call it inside `shard_map` with local arrays: a tile never straddles two shards, so the result is the same
+    to the bit.
 
     Args:
       rule: one of `RULES`.
-      scalars: exactly the numbers `rule.scalars` names, each a float or a scalar array; used as float32.
-      param: float32, bfloat16 or float16.
-      grad: any float, of the parameter's shape.
-      states: one `Quantized` per `rule.states`, of the parameter's shape, all of one tile and format.
+      scalars: exactly the numbers that `rule.scalars` names, each a float or a scalar array; used as float32.
+      param: float32, bfloat16 or float16, of any shape.
+      grad: a float array of the parameter's shape.
+      states: one `Quantized` per entry of `rule.states`, of the parameter's shape, all of the same tile and format.
       apply: False returns the float32 update (what to add) in place of the new parameter.
       implementation: "mosaic_tpu", "mosaic_gpu", "xla", or `None` for the best.
 
@@ -90,7 +90,7 @@ def update_blockwise(
       the new parameter, in its dtype, or the update; and the new states.
 
     Raises:
-      KernelError: dtypes, shapes, tiles or scalars that do not fit, or a named implementation that cannot be had here.
+      KernelError: dtypes, shapes, tiles or scalars do not fit, or a named implementation is not supported here.
     """
     _check(rule, scalars, param, grad, states)
     derived = rule.derive({name: jnp.asarray(scalars[name], jnp.float32) for name in rule.scalars})
@@ -120,13 +120,18 @@ def update_blockwise(
 
 
 def without_kernel(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[str, ...]:
-    """The platforms, of "TPU" and "GPU", whose kernel takes no such tiles of a parameter; XLA updates them there.
+    """Return the platforms, of "TPU" and "GPU", whose kernel does not support a tile, so that XLA does the update.
 
     Args:
-      shape, tile: the parameter's, as one device holds it, and its tile's.
+      shape: the parameter's shape on one device.
+      tile: its tile.
     """
     forms = {"TPU": tpu.as_stack, "GPU": gpu.as_matrix}
     return tuple(name for name, form in forms.items() if isinstance(form(shape, tile), str))
+
+
+def _always_supported(target: Any, **case: Any) -> str | None:
+    return None
 
 
 def _xla(target: Any, numbers: Any, param: Any, grad: Any, codes: Any, scales: Any, **case: Any) -> Any:
@@ -138,8 +143,9 @@ def _xla(target: Any, numbers: Any, param: Any, grad: Any, codes: Any, scales: A
 IMPLEMENTATIONS = (
     Implementation("mosaic_tpu", ("tpu",), tpu.supported, tpu.run),
     Implementation("mosaic_gpu", ("cuda",), gpu.supported, gpu.run),
-    Implementation("xla", (), lambda target, **case: None, _xla),
+    Implementation("xla", (), _always_supported, _xla),
 )
+"""Best first."""
 
 
 def _check(rule: Rule, scalars: Mapping[str, Any], param: Any, grad: Any, states: tuple[Quantized, ...]) -> None:
@@ -153,12 +159,12 @@ def _check(rule: Rule, scalars: Mapping[str, Any], param: Any, grad: Any, states
     if param.shape != grad.shape:
         raise KernelError(f"the gradient's shape {tuple(grad.shape)} is not the parameter's, {tuple(param.shape)}")
     if len(states) != len(rule.states):
-        raise KernelError(f"{rule.name} has {len(rule.states)} states, and {len(states)} were given")
+        raise KernelError(f"{rule.name} has {len(rule.states)} states, but the argument states has {len(states)}")
     for i, (q, signed) in enumerate(zip(states, rule.states, strict=True)):
         check_quantized(q, f"state {i}")
         if q.shape != tuple(param.shape):
             raise KernelError(f"state {i}'s shape {q.shape} is not the parameter's, {tuple(param.shape)}")
         if q.signed != signed:
-            raise KernelError(f"state {i} of {rule.name} is {'signed' if signed else 'unsigned'}; quantise it so")
+            raise KernelError(f"state {i} of {rule.name} must be quantised with signed={signed}")
         if (q.tile, q.flat, q.format) != (states[0].tile, states[0].flat, states[0].format):
-            raise KernelError(f"state {i} has another tile or format than state 0; give all of them one")
+            raise KernelError(f"state {i} has another tile or format than state 0; all states need the same")

@@ -1,7 +1,7 @@
-"""Eight-bit codes for numbers in [-1, 1] or [0, 1]: what a block holds once it is divided by its largest magnitude.
+"""Eight-bit codes for numbers in [-1, 1] or [0, 1]: a block's numbers divided by the block's largest magnitude.
 
-A codec is arithmetic only, no table and no gather, so that the same few lines run under XLA, Mosaic TPU and Mosaic GPU.
-Adding one is a class here and a line in `FORMATS`.
+A codec is pure arithmetic, without tables or gathers, so that the same code runs under XLA, Mosaic TPU and Mosaic GPU.
+To add a codec, add a class here and its name to `FORMATS`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax import lax
 from pallas_kernels.dispatch import KernelError
 
 MOMENT_DOWN = 1.05**2
-"""How far below a second moment its code may be: the step, which has its root below the line, grows by 5% at most."""
+"""Largest factor by which a code may be below a second moment: the step, divided by its root, grows by at most 5%."""
 
 
 class Codec(Protocol):
@@ -34,32 +34,54 @@ class Codec(Protocol):
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the stored codes."""
+        """Dtype of the stored codes."""
         ...
 
     def encode(self, x: jax.Array) -> jax.Array:
-        """float32 in [-1, 1] (or [0, 1]) -> the code of the nearest value; either one on a tie, any for a NaN."""
+        """Return the codes of the nearest values; of a tie either one, of a NaN any.
+
+        Args:
+          x: float32 in [-1, 1], or in [0, 1] if unsigned.
+        """
         ...
 
     def encode_moment(self, x: jax.Array) -> jax.Array:
-        """As `encode` if signed. Unsigned, for moments whose root an optimizer divides by: a positive number never
-        becomes 0, and the dynamic map goes down by a tenth at most, so that rounding hardly enlarges a step."""
+        """Encode an optimizer's moments: as `encode` if signed, and safe to divide by the root of if unsigned.
+
+        Unsigned, a positive number never becomes 0, and the dynamic map rounds down by a tenth at most, so that
+        rounding hardly enlarges a step.
+
+        Args:
+          x: float32 in [-1, 1], or in [0, 1] if unsigned.
+        """
         ...
 
     def decode(self, codes: jax.Array) -> jax.Array:
-        """Codes -> float32."""
+        """Return the float32 values of codes.
+
+        Args:
+          codes: of `dtype`.
+        """
         ...
 
     def order(self, codes: jax.Array) -> jax.Array:
-        """Codes -> int32 places in `values()`."""
+        """Return int32 indices into `values()`.
+
+        Args:
+          codes: of `dtype`.
+        """
         ...
 
     def at(self, places: jax.Array) -> jax.Array:
-        """int32 places in `values()`, clipped to its length -> codes."""
+        """Return the codes at indices of `values()`.
+
+        Args:
+          places: int32 indices, clipped to the length of `values()`.
+        """
         ...
 
     def values(self) -> np.ndarray:
-        """What the codes stand for, float64, ascending (tests)."""
+        """Return the values of all codes, float64, ascending (tests)."""
         ...
 
 
@@ -67,12 +89,15 @@ class Codec(Protocol):
 class Dynamic:
     """The dynamic map (Dettmers, Lewis, Shleifer & Zettlemoyer 2022, "8-bit Optimizers via Block-wise Quantization").
 
-    Seven decades from 1e-6 to 1; decade i holds the 2**i (unsigned: 2 * 2**i) midpoints of an even division of
-    [0.1, 1] * 10**(i - 6), besides 0 and 1. So precision is spent on the large and range on the small. uint8 codes in
-    ascending order of value; signed, 127 is zero and -1 has no code (the nearest value is -0.993).
+    Seven decades from 1e-6 to 1. Decade i holds the 2**i (unsigned: 2 * 2**i) midpoints of an even division of
+    [0.1, 1] * 10**(i - 6); 0 and 1 are values, too. So large numbers get precision and small ones range. Codes are
+    uint8 in ascending order of value; signed, 127 is zero and -1 has no code (the nearest value is -0.993).
 
-    Both directions in closed form: with a the code's distance from zero and h = a + 1/2 (unsigned: a + 3/2), the
-    exponent of h is the decade and its mantissa m in [1, 2) gives 10**(i - 6) * (0.9 m - 0.8).
+    Both directions are closed forms. With a the code's distance from zero and h = a + 1/2 (unsigned: a + 3/2), the
+    exponent of h is the decade, and its mantissa m in [1, 2) gives 10**(i - 6) * (0.9 m - 0.8).
+
+    Args:
+      signed: cover [-1, 1] instead of [0, 1].
     """
 
     signed: bool
@@ -80,9 +105,11 @@ class Dynamic:
 
     @property
     def dtype(self) -> np.dtype:
+        """uint8."""
         return np.dtype(np.uint8)
 
     def decode(self, codes: jax.Array) -> jax.Array:
+        """Return the float32 values of codes."""
         # 2**23 | code, as the bits of a float32, is 2**23 + code: cheaper on a GPU than converting an integer.
         x = _float(codes.astype(jnp.int32) | 0x4B000000)
         if not self.signed:
@@ -92,15 +119,17 @@ class Dynamic:
         return _float(_bits(magnitude) | (_bits(twice) & _SIGN))
 
     def encode(self, x: jax.Array) -> jax.Array:
+        """Return the codes of the nearest values."""
         return self._encode(x, at_most_down=None)
 
     def encode_moment(self, x: jax.Array) -> jax.Array:
+        """Encode moments; unsigned, down by at most `MOMENT_DOWN` and never to 0."""
         return self._encode(x, at_most_down=None if self.signed else MOMENT_DOWN)
 
     def _encode(self, x: jax.Array, *, at_most_down: float | None) -> jax.Array:
-        """The nearest; or, unsigned, the next above where that is below x by more than this factor."""
+        """Return the nearest code, or the next above where the nearest is lower than x by more than `at_most_down`."""
         a = jnp.abs(x) if self.signed else x
-        # The decade i in three bits found by bisection, while y = a * 10**(6 - i) comes into (0.1, 1]; n = its codes.
+        # Bisect for the three bits of the decade i; y = a * 10**(6 - i) ends in (0.1, 1], and n is the decade's size.
         first = 1.0 if self.signed else 2.0
         b2 = a > np.float32(1e-3)
         y = jnp.where(b2, a, a * np.float32(1e4))
@@ -111,15 +140,15 @@ class Dynamic:
         n = jnp.where(b2, 16 * first, first)
         n = jnp.where(b1, n * 4.0, n)
         n = jnp.where(b0, n + n, n)
-        # Midpoints between codes are where n * (y / 0.9 + 8 / 9) is whole: take 1/2 off and round. A hair less than
-        # 1 / 0.9 keeps y = 1 in its decade.
+        # Midpoints between codes are where n * (y / 0.9 + 8 / 9) is whole: subtract 1/2 and round. A factor slightly
+        # below 1 / 0.9 keeps y = 1 in its decade.
         ninths = y * np.float32((1 - 4e-7) / 0.9)
         place = (ninths + np.float32(8 / 9)) * n - 0.5
         if at_most_down is not None:
-            # x / at_most_down lies this much lower; rounding that up is adding what is left of 1/2, where anything is.
+            # x / at_most_down lies this much lower; round that up by adding the rest of 1/2, if positive.
             place = place + jnp.maximum(0.5 - ninths * n * np.float32(1 - 1 / at_most_down), 0.0)
-        # Up to 0.2 of a step into a decade the last code of the one below is nearer; into the lowest, 0 is, up to half
-        # its first value.
+        # For the first 0.2 of a step of a decade the last code of the decade below is nearer; in the lowest decade, 0 is
+        # nearer up to half of its first value.
         zero, one = _EDGES[self.signed]
         edge = jnp.where(a < np.float32(1e-6), (zero * 1e6 / 0.9 + 8 / 9) * first - 0.5, n - 0.3)
         place = jnp.where(place < edge, place - 0.5, place)
@@ -132,25 +161,33 @@ class Dynamic:
         return (_rounded(jnp.where(x > np.float32(one), 128.0, place), 127) & 0xFF).astype(jnp.uint8)
 
     def order(self, codes: jax.Array) -> jax.Array:
+        """Return int32 indices into `values()`."""
         return codes.astype(jnp.int32)
 
     def at(self, places: jax.Array) -> jax.Array:
+        """Return the codes at indices of `values()`."""
         return jnp.clip(places, 0, 255).astype(jnp.uint8)
 
     def values(self) -> np.ndarray:
+        """Return the values of all codes, float64, ascending."""
         positive = _dynamic_positive(self.signed)
         return np.concatenate([-positive[-2::-1], [0.0], positive] if self.signed else [[0.0], positive])
 
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """Evenly spaced: int8 codes -127 to 127 of 127ths, or uint8 codes of 255ths. Too coarse near zero for Adam's v."""
+    """Evenly spaced: int8 codes -127 to 127 of 127ths, or uint8 codes of 255ths. Too coarse near zero for Adam's v.
+
+    Args:
+      signed: cover [-1, 1] instead of [0, 1].
+    """
 
     signed: bool
     name: ClassVar[str] = "linear"
 
     @property
     def dtype(self) -> np.dtype:
+        """int8 if signed, else uint8."""
         return np.dtype(np.int8 if self.signed else np.uint8)
 
     @property
@@ -158,54 +195,70 @@ class Linear:
         return 127.0 if self.signed else 255.0
 
     def decode(self, codes: jax.Array) -> jax.Array:
+        """Return the float32 values of codes."""
         return codes.astype(jnp.int32).astype(jnp.float32) * np.float32(1 / self._top)
 
     def encode(self, x: jax.Array) -> jax.Array:
+        """Return the codes of the nearest values."""
         x = jnp.clip(x * self._top, -self._top if self.signed else 0.0, self._top)
         return _rounded(x, 0).astype(self.dtype)
 
     def encode_moment(self, x: jax.Array) -> jax.Array:
+        """Encode moments; unsigned, a positive number gets at least code 1."""
         return self.encode(x if self.signed else jnp.where(x > 0, jnp.maximum(x, np.float32(1 / self._top)), x))
 
     def order(self, codes: jax.Array) -> jax.Array:
+        """Return int32 indices into `values()`."""
         return codes.astype(jnp.int32) + (127 if self.signed else 0)
 
     def at(self, places: jax.Array) -> jax.Array:
+        """Return the codes at indices of `values()`."""
         if not self.signed:
             return jnp.clip(places, 0, 255).astype(jnp.uint8)
         return (jnp.clip(places, 0, 254) - 127).astype(jnp.int8)
 
     def values(self) -> np.ndarray:
+        """Return the values of all codes, float64, ascending."""
         return np.arange(-127 if self.signed else 0, self._top + 1) / self._top
 
 
 @dataclasses.dataclass(frozen=True)
 class Float8:
-    """float8_e4m3fn (Micikevicius et al. 2022), a block's largest magnitude at 448; unsigned, the sign is unused."""
+    """float8_e4m3fn (Micikevicius et al. 2022), a block's largest magnitude at 448; unsigned, the sign is unused.
+
+    Args:
+      signed: cover [-1, 1] instead of [0, 1].
+    """
 
     signed: bool
     name: ClassVar[str] = "fp8"
 
     @property
     def dtype(self) -> np.dtype:
+        """float8_e4m3fn."""
         return np.dtype(jnp.float8_e4m3fn)
 
     def decode(self, codes: jax.Array) -> jax.Array:
+        """Return the float32 values of codes."""
         return codes.astype(jnp.float32) * np.float32(1 / 448)
 
     def encode(self, x: jax.Array) -> jax.Array:
+        """Return the codes of the nearest values."""
         return (x * 448.0).astype(jnp.float8_e4m3fn)
 
     def encode_moment(self, x: jax.Array) -> jax.Array:
+        """Encode moments; unsigned, a positive number becomes at least the smallest positive value."""
         return self.encode(x if self.signed else jnp.where(x > 0, jnp.maximum(x, np.float32(2.0**-9 / 448)), x))
 
     def order(self, codes: jax.Array) -> jax.Array:
+        """Return int32 indices into `values()`."""
         bits = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.int32)
         if not self.signed:
             return bits & 0x7F
         return 126 + jnp.where(bits >= 128, -(bits & 0x7F), bits)
 
     def at(self, places: jax.Array) -> jax.Array:
+        """Return the codes at indices of `values()`."""
         if self.signed:
             places = jnp.clip(places - 126, -126, 126)
             places = jnp.where(places < 0, 128 - places, places)
@@ -214,6 +267,7 @@ class Float8:
         return lax.bitcast_convert_type(places.astype(jnp.uint8), jnp.float8_e4m3fn)
 
     def values(self) -> np.ndarray:
+        """Return the values of all codes, float64, ascending."""
         positive = np.arange(127, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float64) / 448
         return np.concatenate([-positive[:0:-1], positive]) if self.signed else positive
 
@@ -225,7 +279,7 @@ FORMATS: Mapping[str, tuple[Codec, Codec]] = {
 
 
 def codec(format: str, signed: bool) -> Codec:
-    """The codec of a format.
+    """Return the codec of a format.
 
     Args:
       format: "dynamic", "linear" or "fp8".
@@ -237,17 +291,20 @@ def codec(format: str, signed: bool) -> Codec:
     if format not in FORMATS:
         close = difflib.get_close_matches(str(format), FORMATS, n=1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
-        raise KernelError(f"there is no 8-bit format '{format}', only {', '.join(map(repr, FORMATS))}{hint}")
+        raise KernelError(f"there is no 8-bit format '{format}'; the formats are {', '.join(map(repr, FORMATS))}{hint}")
     return FORMATS[format][bool(signed)]
 
 
 def encode_stochastic(codec: Codec, x: jax.Array, key: jax.Array) -> jax.Array:
-    """Codes of one of the two values around x, at random, so that the mean is x; a value the codec has stays.
+    """Round x at random to one of the two values around it, so that the mean is x; a value of the codec stays.
 
     Args:
-      codec: whose codes.
+      codec: the codec.
       x: float32 in the codec's range. Beyond its last value there is one neighbour only (-1 under `Dynamic`).
       key: of `jax.random`.
+
+    Returns:
+      codes of x's shape.
     """
     place = codec.order(codec.encode(x))
     near = codec.decode(codec.at(place))
@@ -264,7 +321,7 @@ _SIGN = np.int32(-(2**31))
 
 
 def _dynamic_positive(signed: bool) -> np.ndarray:
-    """The positive values of the dynamic map, ascending, float64."""
+    """Return the positive values of the dynamic map, ascending, float64."""
     out = []
     for i in range(7):
         n = 2**i if signed else 2 ** (i + 1)
@@ -273,7 +330,7 @@ def _dynamic_positive(signed: bool) -> np.ndarray:
 
 
 def _edges(signed: bool) -> tuple[float, float]:
-    """Below the first, 0 is nearest; above the second, 1."""
+    """Return the number below which 0 is the nearest value, and the number above which 1 is."""
     positive = _dynamic_positive(signed)
     return float(positive[0] / 2), float((1 + positive[-2]) / 2)
 
@@ -282,7 +339,7 @@ _EDGES = (_edges(False), _edges(True))
 
 
 def _decoded(f: jax.Array) -> jax.Array:
-    """f = 2**(i + 1) * m -> 10**(i - 6) * (0.9 m - 0.8), at most 1; 0 where f < 2, which is the code of zero."""
+    """Map f = 2**(i + 1) * m to 10**(i - 6) * (0.9 m - 0.8), at most 1; 0 where f < 2, which is the code of zero."""
     bits = _bits(f)
     mantissa = _float((bits & 0x007FFFFF) | 0x3F800000)
     value = mantissa * np.float32(0.9e-6) - np.float32(0.8e-6)
@@ -293,7 +350,7 @@ def _decoded(f: jax.Array) -> jax.Array:
 
 
 def _rounded(x: jax.Array, plus: int) -> jax.Array:
-    """round(x) + plus as int32, for |x| < 2**22: adding 3 * 2**22 leaves the integer in the low bits."""
+    """Return round(x) + plus as int32, for |x| < 2**22: adding 3 * 2**22 leaves the integer in the low bits."""
     return _bits(x + np.float32(3 * 2**22 + plus)) - 0x4B400000
 
 

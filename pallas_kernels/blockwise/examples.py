@@ -1,4 +1,4 @@
-"""The cases that the gate compiles: Llama-3-8B's parameters as one of eight devices holds them, with their tiles."""
+"""Cases that the gate compiles: Llama-3-8B's parameters, sharded over eight devices, with their tiles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LLAMA = (
     ("o, tensor=8", (4, 128, 4096), (1, 1, 128)),
     ("norm", (4096,), (128,)),
 )
-"""(which, local shape, tile)."""
+"""(name, local shape, tile)."""
 
 
 def case(
@@ -38,15 +38,19 @@ def case(
     apply: bool = True,
     format: str = "dynamic",
 ) -> tuple[str, Any, tuple[Any, ...]]:
-    """(name, a function of local arrays, their shapes): one step by a named implementation.
+    """Return (name, a function of local arrays, their shapes): one step by a named implementation.
 
     Args:
-      op: the package `pallas_kernels.blockwise`, which imports whoever calls this.
+      op: the package `pallas_kernels.blockwise`, an argument because it imports this module.
       implementation: its name.
-      name: of the case.
-      rule, shape, tile: the optimizer's rule, and what one device holds of a parameter.
-      param, grad: dtypes.
-      apply, format: as of `update_blockwise`.
+      name: name of the case.
+      rule: the optimizer's rule.
+      shape: the shape of a parameter on one device.
+      tile: its tile.
+      param: the parameter's dtype.
+      grad: the gradient's dtype.
+      apply: as for `update_blockwise`.
+      format: as for `quantize_blockwise`.
     """
 
     def states() -> tuple[Any, ...]:

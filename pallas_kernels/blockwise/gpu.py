@@ -1,10 +1,11 @@
 """The update on NVIDIA Hopper (Mosaic GPU): one pass over memory, in place.
 
-Memory is linear, so every tile this takes is `high` rows of 128 columns of a matrix (R, C), one as a rule, and the
-matrix is seen as (R / high, high, C). A block of 128 threads brings 256 x `pairs` elements to shared memory by TMA, and
-walks them in steps of 8 tiles: sixteen threads share a tile, each with 8 columns of its rows, so that a scale is found
-with four shuffles and everything between two shared memory accesses stays in registers. Several blocks on a
-multiprocessor hide each other's copies.
+Memory is linear, so every supported tile is `high` rows of 128 columns of a matrix (R, C), usually one row, and the
+matrix is viewed as (R / high, high, C). A block of 128 threads copies 256 x `pairs` elements to shared memory by TMA
+and
+processes 8 tiles per step: sixteen threads share a tile, each with 8 columns of its rows, so that four shuffles compute
+a scale, and everything between two accesses to shared memory stays in registers. Several blocks on a multiprocessor
+hide each other's copies.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from pallas_kernels.tiles import entries, lookup
 
 LANES = 128
 STEP = 8
-"""Tiles that 128 threads hold at once."""
+"""Tiles that 128 threads process at once."""
 GRADIENTS = ("float32", "bfloat16", "float16")
 FORMATS = ("dynamic", "linear")
 
 
 def supported(target: Target, **case: Any) -> str | None:
-    """Why this kernel cannot serve a case, or `None`."""
+    """Return why this kernel cannot serve a case, or `None`."""
     if why := hopper(target):
         return why
     if case["flat"] is not None:
@@ -54,11 +55,11 @@ def supported(target: Target, **case: Any) -> str | None:
 
 
 def as_matrix(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[int, int, int] | str:
-    """(rows, columns, high): as it lies in memory a matrix with tiles of `high` rows of 128; or why it is none."""
+    """Return (rows, columns, high) of the array as a matrix with tiles of `high` rows of 128, or why there is none."""
     size, block = math.prod(shape), math.prod(tile)
     if not size:
         return "the array is empty"
-    if tile[-1] == block and block % LANES == 0:  # a run within a row: some rows of 128
+    if tile[-1] == block and block % LANES == 0:  # a run within a row: `high` rows of 128
         return size // LANES, LANES, block // LANES
     if tile[-1] != LANES:
         return f"a tile's last dimension is {LANES} in a kernel, and the tile is {tile}"
@@ -87,13 +88,13 @@ def run(
     grad_dtype: str,
     apply: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """One step; arguments and results as `reference.update`."""
+    """Take one step; arguments and results are those of `reference.update`."""
     matrix = as_matrix(shape, tile)
     assert not isinstance(matrix, str)
     rows, columns, high = matrix
     groups, tall = columns // LANES, rows // high
     most = lookup("blockwise", target.kind, param=param_dtype, grad=grad_dtype)["pairs"]
-    pairs = max(STEP, math.gcd(tall, most * 2 // high))  # tiles of a block: as many bytes as of two rows each
+    pairs = max(STEP, math.gcd(tall, most * 2 // high))  # tiles of a block, with as many bytes as tiles of two rows
     view = lambda x: x.reshape(tall, high, columns)  # noqa: E731
     scale_view = lambda x: x.reshape(tall, groups)  # noqa: E731
     codecs = [codec(format, signed) for signed in rule.states]
@@ -101,10 +102,10 @@ def run(
 
     vector = 16 // max(param.dtype.itemsize, grad.dtype.itemsize, 2 if apply else 4)  # 16 bytes of the widest
 
-    # What is written over is handed in as references, so that donated arrays are updated in place.
-    p_given = jax.new_ref(view(param)) if apply else view(param)
-    codes_given = tuple(jax.new_ref(view(q)) for q in codes)
-    scales_given = tuple(jax.new_ref(scale_view(s)) for s in scales)
+    # Arrays that are updated are passed as references, so that donated ones are updated in place.
+    p_io = jax.new_ref(view(param)) if apply else view(param)
+    codes_io = tuple(jax.new_ref(view(q)) for q in codes)
+    scales_io = tuple(jax.new_ref(scale_view(s)) for s in scales)
 
     def blockwise_update(numbers_ref: Any, g_ref: Any, *refs: Any) -> None:
         code_refs, scale_refs, p_ref, rest = refs[:n], refs[n : 2 * n], refs[2 * n], refs[2 * n + 1 :]
@@ -112,7 +113,7 @@ def run(
         *buffers, barriers = rest
         p_buf, g_buf, *q_bufs = buffers[: 2 + n]
         o_buf = p_buf if apply else buffers[2 + n]
-        block = lax.axis_index("block")  # one dimension of the grid: CUDA's others end at 65535
+        block = lax.axis_index("block")  # the grid has one dimension: CUDA's others end at 65535
         row, group = lax.div(block, groups) * pairs, lax.rem(block, groups)
         at = (pl.ds(row, pairs), slice(None), pl.ds(group * LANES, LANES))
         for i, (source, buffer) in enumerate(zip([p_ref, g_ref, *code_refs], buffers[: 2 + n], strict=True)):
@@ -130,9 +131,9 @@ def run(
 
         def step(i: Any, carry: Any) -> Any:
             here = pl.ds(i * STEP, STEP)
-            there = pl.ds(row + i * STEP, STEP)
-            kept = [s.at[there, group] for s in scale_refs]
-            old = [spread(plgpu.load(s, layout=narrow, optimized=False)) for s in kept]  # type: ignore[call-arg]
+            tile_rows = pl.ds(row + i * STEP, STEP)
+            scale_slices = [s.at[tile_rows, group] for s in scale_refs]
+            old = [spread(plgpu.load(s, layout=narrow, optimized=False)) for s in scale_slices]  # type: ignore[call-arg]
             fresh = []
             for h in range(high):
                 p = load(p_buf, here, h).astype(jnp.float32)
@@ -144,7 +145,7 @@ def run(
             for k, (code, buffer) in enumerate(zip(codecs, q_bufs, strict=True)):
                 size = [jnp.abs(new[k]) if code.signed else new[k] for new in fresh]
                 top = jnp.max(functools.reduce(jnp.maximum, size), axis=1)
-                _store(scale_refs[k].at[there, group], top)
+                _store(scale_refs[k].at[tile_rows, group], top)
                 first, second = (spread(x) for x in inverse(top))
                 for h in range(high):
                     buffer[here, h] = code.encode_moment(fresh[h][k] * first * second)
@@ -167,17 +168,17 @@ def run(
         grid_names=("block",),
         scratch_types=[*buffers, plgpu.Barrier(num_barriers=2 + n)],
         **target.gpu(),
-    )(numbers, view(grad), *codes_given, *scales_given, p_given)
-    out = p_given[...] if apply else made[0]
+    )(numbers, view(grad), *codes_io, *scales_io, p_io)
+    out = p_io[...] if apply else made[0]
     return (
         out.reshape(shape),
-        tuple(ref[...].reshape(shape) for ref in codes_given),
-        tuple(ref[...].reshape(s.shape) for ref, s in zip(scales_given, scales, strict=True)),
+        tuple(ref[...].reshape(shape) for ref in codes_io),
+        tuple(ref[...].reshape(s.shape) for ref, s in zip(scales_io, scales, strict=True)),
     )
 
 
 def _store(ref: Any, value: Any) -> None:
-    """Writes what has too few elements for wide stores, which from jax 0.12 on has to be allowed."""
+    """Store an array too small for wide stores, which jax 0.12 and newer allow only by an option."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:
@@ -185,9 +186,9 @@ def _store(ref: Any, value: Any) -> None:
 
 
 def _layouts(vector: int) -> tuple[Any, Any]:
-    """Of (8, 128) elements over 128 threads, and of 8 values, one a row.
+    """Return layouts of (8, 128) elements over 128 threads, and of 8 values, one per row.
 
-    A warp has 2 rows, sixteen lanes to a row; a lane has runs of `vector` columns, 8 in all.
+    A warp has 2 rows, with sixteen lanes per row; a lane has runs of `vector` columns, 8 in all.
     """
     from jax.experimental.mosaic.gpu import fragmented_array as fa
 
@@ -197,7 +198,10 @@ def _layouts(vector: int) -> tuple[Any, Any]:
 
 
 def configurations(op: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """What ships, for the gate: (name, function, shapes) at Llama-3-8B's per-device sizes, each rule once at least."""
+    """Yield (name, function, shapes) of what ships, for the gate.
+
+    The shapes are those of Llama-3-8B on one device, and each rule occurs at least once.
+    """
     case = functools.partial(examples.case, op, "mosaic_gpu")
     for entry in entries("blockwise"):
         if not any(name in entry["device"] for name in HOPPER):

@@ -1,4 +1,4 @@
-"""Arrays in eight bits with a float32 scale a block, and which tile of a parameter a block is."""
+"""Arrays in eight bits with a float32 scale per block, and the choice of a block: a tile of a parameter."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pallas_kernels.blockwise.reference import absmax_of, blocks_of, scaled, unb
 from pallas_kernels.dispatch import KernelError
 
 SMALLEST_BLOCK = 32
-"""Elements; a scale for fewer is more than an eighth of a byte each."""
+"""Fewest elements of a block; with fewer, a scale takes more than an eighth of a byte per element."""
 LANES = 128
-"""What the last dimension of a tile is at most: the lanes of a TPU register."""
+"""Largest last dimension of a tile: the lanes of a TPU register."""
 WHOLE_AXES = ("layers", "experts", "heads", "kv_heads")
-"""Logical axes that a tile leaves alone where it can: they are short, and what tensor and expert parallelism cut."""
+"""Logical axes that a tile spans only as a last resort: short ones, which tensor and expert parallelism shard."""
 
 
 @functools.partial(
@@ -33,11 +33,11 @@ class Quantized:
 
     Args:
       codes: of the array's shape, uint8 ("dynamic", unsigned "linear"), int8 or float8_e4m3fn.
-      scales: float32; of `codes.shape / tile`, or of `(ceil(size / flat),)`.
+      scales: float32, of shape `codes.shape / tile`, or `(ceil(size / flat),)` in the flat form.
       tile: the block's extent in every dimension; `()` in the flat form.
       format: the codec's name.
-      signed: of the codec.
-      flat: elements of a block in the flat form, which runs through the flattened array; else `None`.
+      signed: whether the codec is signed.
+      flat: elements of a block in the flat form, whose blocks are runs of the flattened array; else `None`.
     """
 
     codes: jax.Array
@@ -49,12 +49,12 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array this stands for."""
+        """Shape of the dequantised array."""
         return tuple(self.codes.shape)
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -73,33 +73,34 @@ def quantize_blockwise(
     key: jax.Array | None = None,
     moment: bool = False,
 ) -> Quantized:
-    """Divides each block by its largest magnitude and rounds to 8 bits (Dettmers et al. 2022).
+    """Divide each block by its largest magnitude and round to 8 bits (Dettmers et al. 2022).
 
-    A block of zeros stays zeros. In a block with an infinity or a NaN no element comes back finite, so that a fault
-    shows. A block whose largest magnitude is below 1.2e-38 (no normal float32) counts as zeros.
+    A block of zeros stays zeros. In a block with an infinity or a NaN no element is dequantised to a finite number, so
+    that the fault shows. A block whose largest magnitude is below 1.2e-38 (not a normal float32) counts as zeros.
 
     Args:
       x: float, of any shape.
-      block_size: elements of a block when there is no `tile`: x is flattened, and its last block may be short; a
-        power of two.
-      signed: False for what is never negative.
+      block_size: elements of a block when there is no `tile`, a power of two: x is flattened, and its last block may be
+        shorter.
+      signed: False for numbers that are never negative.
       format: "dynamic", "linear" or "fp8".
       tile: a block's extent in every dimension of x, dividing it; `tile_for` chooses one.
-      key: of `jax.random`, rounds at random to one of the two neighbours so that the mean is x; nearest without.
-      moment: round as optimizers do what they keep: of an unsigned x, a positive number never becomes 0
+      key: of `jax.random`; round at random to one of the two neighbours so that the mean is x. Without it, round to the
+        nearest.
+      moment: round as optimizers round their moments: with signed=False, a positive number never becomes 0
         (`Codec.encode_moment`).
 
     Raises:
-      KernelError: a format that there is not, a tile that does not divide x, a block size that is no power of two, both
-        a key and `moment`.
+      KernelError: the format does not exist, the tile does not divide x, the block size is not a power of two, or both
+        a key and `moment` are set.
     """
     codec(format, signed)  # raises for a format that does not exist
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise KernelError(f"quantize_blockwise takes floats, and x is {x.dtype}; cast it to float32 first")
     if key is not None and moment:
-        raise KernelError("a second moment is not rounded at random, which may make it 0; leave out key or moment")
+        raise KernelError("rounding at random may make a second moment 0; leave out key or moment")
     if tile is None and (block_size < 1 or block_size & (block_size - 1)):
-        raise KernelError(f"block_size={block_size} is no power of two; 256 is usual")
+        raise KernelError(f"block_size={block_size} is not a power of two; 256 is usual")
     tile = () if tile is None else tuple(int(t) for t in tile)
     flat = None if tile else block_size
     if tile:
@@ -117,7 +118,7 @@ def _quantize(
     signed: bool,
     moment: bool,
 ) -> Quantized:
-    """One program where it is called outside of any; within another it is inlined."""
+    """Quantise in one program; within another program it is inlined."""
     code = codec(format, signed)
     blocks = blocks_of(x.astype(jnp.float32), tile, flat)
     scales = absmax_of(blocks, tile, flat)
@@ -128,7 +129,11 @@ def _quantize(
 
 
 def dequantize_blockwise(q: Quantized, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-    """The array that `q` stands for, computed in float32 and cast to `dtype`.
+    """Return the array that `q` stands for, computed in float32.
+
+    Args:
+      q: codes and scales.
+      dtype: the result's dtype.
 
     Raises:
       KernelError: codes, scales and tile do not fit each other.
@@ -147,36 +152,39 @@ def _dequantize(q: Quantized, dtype: jnp.dtype) -> jax.Array:
 def tile_for(
     shape: Sequence[int], axes: Sequence[str | None] | None = None, *, width: int = LANES
 ) -> tuple[int, ...] | None:
-    """Which tile of a parameter shares a scale: from its shape and names alone, so the state is the same on any mesh.
+    """Return the tile of a parameter that shares a scale, chosen from shape and names alone, so the same on any mesh.
 
-    A piece of a row: the largest power of two up to `width` that divides the last dimension, which is not "layers".
-    Rows, whose scales may be unlike, are joined only where that is fewer than `SMALLEST_BLOCK` numbers, and only to
-    have as many: of one other dimension, from the right the first that can and is not one of `WHOLE_AXES`; where none
-    can alone, several share, and `WHOLE_AXES` come last. "layers" gives 1.
+    A tile is a piece of a row: the largest power of two up to `width` that divides the last dimension that is not
+    "layers". It joins rows, whose scales may differ, only where the piece has fewer than `SMALLEST_BLOCK` elements, and
+    only to reach that number. It then takes rows of one other dimension, the first from the right that suffices and is
+    not one of `WHOLE_AXES`; where none suffices alone, several dimensions share, `WHOLE_AXES` last. The extent along
+    "layers" is 1.
 
     Args:
-      shape: the parameter's, unsharded, with its stacked layers.
-      axes: a logical name a dimension; `None` when they are unknown.
-      width: the most that the last dimension gives, a power of two; kernels take 128.
+      shape: the parameter's shape, unsharded, with its stacked layers.
+      axes: a logical name for each dimension; `None` when they are unknown.
+      width: largest extent of the last dimension, a power of two; kernels need 128.
 
     Returns:
-      the tile, or `None` where no `SMALLEST_BLOCK` numbers can be had: keep such a tensor in 32 bits.
+      the tile, or `None` where no tile has `SMALLEST_BLOCK` elements: keep such a tensor in 32 bits.
 
     Raises:
-      KernelError: as many names as dimensions are needed, and a power of two.
+      KernelError: the number of names is not that of dimensions, or `width` is not a power of two.
     """
     if width < 1 or width & (width - 1):
-        raise KernelError(f"width={width} is no power of two; {LANES} is usual")
+        raise KernelError(f"width={width} is not a power of two; {LANES} is usual")
     names = [None] * len(shape) if axes is None else list(axes)
     if len(names) != len(shape):
-        raise KernelError(f"axes {tuple(names)} name {len(names)} dimensions, and the shape {tuple(shape)} has others")
+        raise KernelError(
+            f"axes {tuple(names)} name {len(names)} dimensions, but the shape {tuple(shape)} has {len(shape)}"
+        )
     own = [i for i, name in enumerate(names) if name != "layers"]
     tile = [1] * len(shape)
     if not own:
         return None
     tile[own[-1]] = _divisor(shape[own[-1]], width)
     needed = max(1, SMALLEST_BLOCK // tile[own[-1]])
-    others = sorted(own[-2::-1], key=lambda i: names[i] in WHOLE_AXES)  # from the right, the whole ones last
+    others = sorted(own[-2::-1], key=lambda i: names[i] in WHOLE_AXES)  # from the right, WHOLE_AXES last
     ordinary = [i for i in others if names[i] not in WHOLE_AXES]
     alone = [i for i in ordinary if shape[i] % needed == 0][:1]
     for i in alone or others:
@@ -186,12 +194,12 @@ def tile_for(
 
 
 def _divisor(n: int, most: int) -> int:
-    """The largest power of two up to `most`, itself one, that divides n (n = 0: `most`)."""
+    """Return the largest power of two up to `most`, itself one, that divides n (for n = 0: `most`)."""
     return math.gcd(n, most) if n else most
 
 
 def check_tile(shape: tuple[int, ...], tile: tuple[int, ...], what: str) -> None:
-    """Raises `KernelError` unless the tile has the shape's rank and divides it; names one that does."""
+    """Raise `KernelError` unless the tile has the shape's rank and divides it; the message names one that does."""
     if len(tile) == len(shape) and all(t > 0 and n % t == 0 for n, t in zip(shape, tile, strict=True)):
         return
     near = tile_for(shape) if shape else None
@@ -200,13 +208,13 @@ def check_tile(shape: tuple[int, ...], tile: tuple[int, ...], what: str) -> None
 
 
 def check_quantized(q: Quantized, what: str) -> None:
-    """Raises `KernelError` unless codes, scales, tile and format fit each other."""
+    """Raise `KernelError` unless codes, scales, tile and format fit each other."""
     code = codec(q.format, q.signed)
     if q.codes.dtype != code.dtype:
         kind = "signed" if q.signed else "unsigned"
         raise KernelError(f"{what}'s codes are {q.codes.dtype}, and {kind} '{q.format}' codes are {code.dtype}")
     if q.scales.dtype != jnp.float32:
-        raise KernelError(f"{what}'s scales are {q.scales.dtype}; they are float32")
+        raise KernelError(f"{what}'s scales are {q.scales.dtype}; they have to be float32")
     if q.flat is None:
         check_tile(q.shape, q.tile, what)
         want = tuple(n // t for n, t in zip(q.shape, q.tile, strict=True))
@@ -217,7 +225,7 @@ def check_quantized(q: Quantized, what: str) -> None:
 
 
 def _expand(scales: jax.Array, tile: tuple[int, ...], flat: int | None) -> jax.Array:
-    """Scales as they broadcast against `blocks_of`; what is so already stays."""
+    """Return scales in a shape that broadcasts against `blocks_of`; scales in that shape stay."""
     if flat is not None:
         return scales.reshape(-1, 1)
     if scales.ndim == 2 * len(tile) and tile:

@@ -1,6 +1,6 @@
-"""The update in plain JAX: blocks by reshape, one scale each. The truth of this room, and what runs without a kernel.
+"""The update in plain JAX: blocks by reshape, one scale each. The reference, and the implementation without a kernel.
 
-A tile (t0, t1) of an array (n0, n1) is seen as (n0 / t0, t0, n1 / t1, t1): odd dimensions are the inside of a block.
+With a tile (t0, t1), an array (n0, n1) becomes (n0 / t0, t0, n1 / t1, t1): odd dimensions are the inside of a block.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pallas_kernels.blockwise.rules import Rule
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 _HUGE = 2.0**100
-"""A scale above this is made smaller before it is inverted: 1 / 8.6e37 is no normal float32, and would count as 0."""
+"""Scales above this are reduced before they are inverted: 1 / 8.6e37 is not a normal float32, and would count as 0."""
 
 
 def blocks_of(x: jax.Array, tile: tuple[int, ...], flat: int | None) -> jax.Array:
-    """x seen in blocks: (n / t, t) for every dimension, or (blocks, `flat`) padded with zeros."""
+    """Return x in blocks: (n / t, t) for every dimension, or (blocks, `flat`) padded with zeros."""
     if flat is not None:
         short = -x.size % flat
         return jnp.pad(x.reshape(-1), (0, short)).reshape(-1, flat)
@@ -28,30 +28,30 @@ def blocks_of(x: jax.Array, tile: tuple[int, ...], flat: int | None) -> jax.Arra
 
 
 def unblock(blocks: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """What `blocks_of` was given."""
+    """Undo `blocks_of`."""
     return blocks.reshape(-1)[: math.prod(shape)].reshape(shape) if blocks.ndim == 2 else blocks.reshape(shape)
 
 
 def absmax_of(blocks: jax.Array, tile: tuple[int, ...], flat: int | None) -> jax.Array:
-    """The largest magnitude of each block, its inner dimensions kept as 1; infinite where the block holds a NaN."""
+    """Return each block's largest magnitude, with inner dimensions of 1; infinite where the block has a NaN."""
     inside = (1,) if flat is not None else tuple(range(1, blocks.ndim, 2))
     return jnp.max(magnitude(blocks), axis=inside, keepdims=True)
 
 
 def magnitude(x: jax.Array) -> jax.Array:
-    """|x|, infinite for a NaN: a maximum may lose NaNs (XLA's on CPUs does), and a fault has to show."""
+    """Return |x|, infinite for a NaN: a maximum may drop NaNs (XLA's does on CPUs), and a fault has to show."""
     return jnp.where(x != x, jnp.inf, jnp.abs(x))
 
 
 def inverse(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two factors, one after the other, of 1 / scale; 0 for a scale that is 0, not normal, infinite or NaN."""
+    """Return two factors whose product is 1 / scale; 0 for a scale that is 0, not normal, infinite or NaN."""
     first = jnp.where(scales > _HUGE, 2.0**-30, 1.0)
     smaller = scales * first
     return first, jnp.where(scales >= _TINY, 1.0 / jnp.maximum(smaller, _TINY), 0.0)
 
 
 def scaled(x: jax.Array, scales: jax.Array) -> jax.Array:
-    """x / scale, in [-1, 1]; 0 (a NaN where x is no number) where `inverse` is 0."""
+    """Return x / scale, in [-1, 1]; 0 (NaN where x is not finite) where `inverse` is 0."""
     first, second = inverse(scales)
     return x * first * second
 
@@ -69,12 +69,12 @@ def update(
     format: str,
     apply: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """One step: dequantise, apply the rule in float32, quantise the states it returned.
+    """Take one step: dequantise, apply the rule in float32, quantise the new states.
 
-    The parameter moves by the states before they are rounded; only what is kept is.
+    The parameter is updated with the states before they are rounded.
 
     Returns:
-      the new parameter (of its dtype) or the float32 update, the new codes and the new scales.
+      the new parameter (in its dtype) or the float32 update, the new codes and the new scales.
     """
     view = lambda x: blocks_of(x, tile, flat)  # noqa: E731
     codecs = [codec(format, signed) for signed in rule.states]

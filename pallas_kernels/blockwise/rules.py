@@ -1,7 +1,7 @@
-"""Update rules as values: elementwise arithmetic in float32 that one fused kernel runs, whatever the rule.
+"""Update rules as values: elementwise float32 arithmetic, which one fused kernel runs for any rule.
 
-A rule sees one parameter's elements, their gradients and their dequantised states, and returns what to add to the
-parameter and the new states. Adding a rule is a function here; no kernel changes.
+A rule receives the elements of a parameter, their gradients and their dequantised states, and returns the update to add
+to the parameter and the new states. To add a rule, add a function here; the kernels do not change.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Rule:
 
     Args:
       name: for messages and records.
-      states: for each state whether it may be negative.
-      scalars: names of the numbers it takes each step, float32.
-      derive: those numbers -> the ones `step` reads, computed once a step instead of once an element.
+      states: for each state, whether it may be negative.
+      scalars: names of the float32 numbers that the rule needs at each step.
+      derive: maps those numbers to the ones that `step` reads, computed once per step instead of once per element.
       step: `(p, g, states, derived) -> (update, new_states)`, elementwise in float32.
     """
 
@@ -38,7 +38,7 @@ class Rule:
 
 
 def adamw() -> Rule:
-    """Adam with decoupled weight decay (Loshchilov & Hutter 2019). States: m, v. `ADAMW` holds it.
+    """Return the rule of Adam with decoupled weight decay (Loshchilov & Hutter 2019). States: m, v. `ADAMW` holds it.
 
     m' = b1 m + (1 - b1) g;  v' = b2 v + (1 - b2) g^2;
     update = -lr ((m' / fix1) / (sqrt(v' / fix2) + eps) + weight_decay p), with fix1 = 1 - b1^t and fix2 = 1 - b2^t.
@@ -62,9 +62,10 @@ def adamw() -> Rule:
 
 
 def adam_direction() -> Rule:
-    """Adam's direction without a learning rate, for LAMB's trust ratio outside (You et al. 2020). States: m, v.
+    """Return the rule of Adam's direction without a learning rate, for LAMB (You et al. 2020). States: m, v.
 
-    m' and v' as in `adamw`; update = (m' / fix1) / (sqrt(v' / fix2) + eps) + weight_decay p, with a plus.
+    LAMB's trust ratio is applied outside. m' and v' as in `adamw`; update = (m' / fix1) / (sqrt(v' / fix2) + eps) +
+    weight_decay p, with a plus sign.
     """
 
     def derive(s: Scalars) -> dict[str, jax.Array]:
@@ -80,7 +81,7 @@ def adam_direction() -> Rule:
 
 
 def lion() -> Rule:
-    """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms"). State: m.
+    """Return the rule of Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms"). State: m.
 
     update = -lr (sign(b1 m + (1 - b1) g) + weight_decay p);  m' = b2 m + (1 - b2) g.
     """
@@ -91,7 +92,7 @@ def lion() -> Rule:
     def step(p: Any, g: Any, states: Any, s: Any) -> Any:
         (m,) = states
         c = m * s["b1"] + g * s["c1"]
-        # sign(c), which not every kernel language has; 0 stays 0 and a NaN a NaN.
+        # sign(c), which not every kernel language has; 0 stays 0, and NaN stays NaN.
         sign = jnp.where(c > 0, 1.0, jnp.where(c < 0, -1.0, c))
         return sign * s["rate"] + p * s["shrink"], (m * s["b2"] + g * s["c2"],)
 
@@ -99,9 +100,12 @@ def lion() -> Rule:
 
 
 def momentum(nesterov: bool = False) -> Rule:
-    """Gradient descent with momentum (Sutskever et al. 2013; as `optax.sgd`). State: m.
+    """Return the rule of gradient descent with momentum (Sutskever et al. 2013; as `optax.sgd`). State: m.
 
     m' = momentum m + g + weight_decay p;  update = -lr m', or -lr (g + weight_decay p + momentum m') with Nesterov.
+
+    Args:
+      nesterov: use Nesterov's form.
     """
     return _momentum(bool(nesterov))
 
@@ -121,7 +125,7 @@ def _momentum(nesterov: bool) -> Rule:
 
 
 def adagrad() -> Rule:
-    """Adagrad (Duchi, Hazan & Singer 2011). State: the sum s of squared gradients.
+    """Return the rule of Adagrad (Duchi, Hazan & Singer 2011). State: the sum s of squared gradients.
 
     s' = s + g^2;  update = -lr (g / (sqrt(s') + eps) + weight_decay p).
     """
@@ -148,4 +152,4 @@ def _new_moments(g: jax.Array, states: tuple[jax.Array, ...], s: Scalars) -> tup
 ADAMW, ADAM_DIRECTION, LION, ADAGRAD = adamw(), adam_direction(), lion(), adagrad()
 MOMENTUM, NESTEROV = momentum(), momentum(nesterov=True)
 RULES: Mapping[str, Rule] = {r.name: r for r in (ADAMW, ADAM_DIRECTION, LION, MOMENTUM, NESTEROV, ADAGRAD)}
-"""Every rule, by name; one object each, so that what is compiled for it is found again."""
+"""Every rule by name. Each is one object, so that JAX reuses what it compiled for the rule."""

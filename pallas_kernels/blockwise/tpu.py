@@ -1,9 +1,9 @@
 """The update on TPUs (Mosaic TPU): one pass over memory, in place.
 
-Two forms, by where the tile's rows lie, so that no parameter is laid out anew around the kernel. As a matrix, a tile is
-`high` neighbouring rows of 128 lanes: lanes and then rows are reduced in registers, the rows by rolls. As a stack of
-matrices (an attention projection (E, heads, 128) with the tile (2, 1, 128)), a tile is `high` neighbours of the stack;
-there the scales, padded to registers, are as many bytes as a bfloat16 parameter.
+There are two forms, by the layout of the tile's rows, so that no parameter needs another layout for the kernel. In a
+matrix, a tile is `high` neighbouring rows of 128 lanes: lanes and then rows are reduced in registers, the rows by
+rolls. In a stack of matrices (an attention projection (E, heads, 128) with the tile (2, 1, 128)), a tile is `high`
+neighbours of the stack; there the scales, padded to registers, take as many bytes as a bfloat16 parameter.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ PACKED = 32
 FLOATS = ("float32", "bfloat16")
 FORMATS = ("dynamic", "linear")
 WIDEST = LANES * LANES
-"""Columns of a block of a matrix: their scales fill the lanes of a register, so more are blocks of their own."""
+"""Columns of a block of a matrix: their scales fill the lanes of a register, so more columns need several blocks."""
 VMEM = 48 * 2**20
-"""Bytes of on-chip memory a kernel may ask for: less than any generation has."""
+"""Bytes of VMEM that a kernel may use: less than any generation has."""
 
 
 def supported(target: Target, **case: Any) -> str | None:
-    """Why this kernel cannot serve a case, or `None`."""
+    """Return why this kernel cannot serve a case, or `None`."""
     if case["flat"] is not None:
         return "the flat form has no kernel; quantise by tiles (tile_for)"
     if case["format"] not in FORMATS:
@@ -56,7 +56,7 @@ def supported(target: Target, **case: Any) -> str | None:
 
 
 def _element_bytes(*, rule: Rule, param_dtype: str, grad_dtype: str, apply: bool, **_: Any) -> int:
-    """Bytes that are read and written for an element."""
+    """Bytes that are read and written per element."""
     size = lambda name: jnp.dtype(name).itemsize  # noqa: E731
     return size(param_dtype) + size(grad_dtype) + (size(param_dtype) if apply else 4) + 2 * len(rule.states)
 
@@ -68,13 +68,13 @@ def _unit(form: tuple[int, int, int, int]) -> int:
 
 
 def _row_bytes(form: tuple[int, int, int, int], element: int) -> int:
-    """Bytes of a block's row, padded to registers as it lies in VMEM."""
+    """Bytes of a block's row in VMEM, padded to registers."""
     _, middle, columns, _ = form
     return element * (min(columns, WIDEST) if middle == 1 else -(-middle // PACKED) * PACKED * columns)
 
 
 def as_stack(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[int, int, int, int] | str:
-    """An array as (stack, middle, columns) with tiles (high, 1, 128), and `high`; or why it is none.
+    """Return (stack, middle, columns, high) of the array in tiles (high, 1, 128), or why there is none.
 
     With middle = 1 it is a matrix.
     """
@@ -83,7 +83,7 @@ def as_stack(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[int, int, i
     if len(shape) < 2 or tile[-1] != LANES:
         return f"a tile's last dimension is {LANES} of a matrix in a kernel, and the tile is {tile} of {shape}"
     tall = [i for i, t in enumerate(tile[:-1]) if t > 1]
-    if not tall:  # rows on their own: of a matrix where rows fill registers, else those of a stack of few-row matrices
+    if not tall:  # tiles of one row: rows of a matrix where they fill registers, else a stack of matrices with few rows
         few = len(shape) > 2 and shape[-2] % PACKED
         tall = [len(shape) - (3 if few else 2)]
     if len(tall) != 1:
@@ -122,7 +122,7 @@ def run(
     grad_dtype: str,
     apply: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """One step; arguments and results as `reference.update`."""
+    """Take one step; arguments and results are those of `reference.update`."""
     form = as_stack(shape, tile)
     assert not isinstance(form, str)
     stack, middle, columns, high = form
@@ -133,7 +133,7 @@ def run(
     n = len(codecs)
     out_dtype = param.dtype if apply else jnp.dtype(jnp.float32)
 
-    # As many rows as fit: blocks in flight are held twice, beside float32 scratch of one.
+    # As many rows as fit: blocks are double-buffered, and one has float32 scratch.
     element = _element_bytes(rule=rule, param_dtype=param_dtype, grad_dtype=grad_dtype, apply=apply)
     unit = _unit(form)
     most = lookup("blockwise", target.kind, form="matrix" if matrix else "stack")["bytes"]
@@ -150,7 +150,7 @@ def run(
     body = _matrix_kernel if matrix else _stack_kernel
     aliases = ({1: 0} if apply else {}) | {3 + i: 1 + i for i in range(2 * n)}
     if target.interpret and (stack % rows or columns % width):
-        aliases = {}  # jax 0.10's interpreter gives an aliased array back with its last block padded
+        aliases = {}  # jax 0.10's interpreter returns an aliased array with its last block padded
 
     def kernel(numbers_ref: Any, p: Any, g: Any, *refs: Any) -> None:
         derived = {name: numbers_ref[i] for i, name in enumerate(names)}
@@ -202,7 +202,7 @@ def _matrix_kernel(
     states: list[tuple[Codec, Any, Any, Any, Any]],
     wide: Any,
 ) -> None:
-    """A block of whole rows, 128 columns at a time; `wide` holds a scale for every row instead of every `high`."""
+    """Process a block of whole rows, 128 columns at a time; `wide` holds a scale for each row, not each `high` rows."""
     rows, columns = p_ref.shape
     few, groups = rows // high, columns // LANES
     for (_, _, scale_ref, _, _), scratch in zip(states, wide, strict=True):
@@ -212,7 +212,7 @@ def _matrix_kernel(
     row = lax.broadcasted_iota(jnp.int32, (rows, LANES), 0)
 
     def over_tile(x: jax.Array) -> jax.Array:
-        """The largest of each tile, in all its rows and lanes."""
+        """Return the maximum of each tile, in all its rows and lanes."""
         x = jnp.broadcast_to(jnp.max(x, axis=1, keepdims=True), x.shape)
         d = 1
         while d < high:
@@ -227,12 +227,12 @@ def _matrix_kernel(
         p = p_ref[:, at].astype(jnp.float32)
         change, new = rule.step(p, g_ref[:, at].astype(jnp.float32), decoded, derived)
         out_ref[:, at] = (p + change).astype(out_ref.dtype) if apply else change
-        found = []
+        new_tops = []
         for (c, _, _, q_ref, _), x, top in zip(states, new, tops, strict=True):
             largest = over_tile(magnitude(x))
             q_ref[:, at] = c.encode_moment(scaled(x, largest))
-            found.append(jnp.where(lane == j, largest[:, :1], top))
-        return tuple(found)
+            new_tops.append(jnp.where(lane == j, largest[:, :1], top))
+        return tuple(new_tops)
 
     tops = lax.fori_loop(0, groups, group, tuple(jnp.zeros((rows, groups), jnp.float32) for _ in states))
     for (*_, scale_ref), scratch, top in zip(states, wide, tops, strict=True):
@@ -251,7 +251,7 @@ def _stack_kernel(
     states: list[tuple[Codec, Any, Any, Any, Any]],
     scratch: Any,
 ) -> None:
-    """A block of matrices, one tile of them at a time."""
+    """Process a block of matrices, a few tiles at a time."""
     stack, middle, columns = p_ref.shape
 
     few = math.gcd(8, stack // high)  # tiles at a time
@@ -274,7 +274,7 @@ def _stack_kernel(
         return carry
 
     def over(scales: jax.Array) -> jax.Array:
-        """A scale for every row of its tile."""
+        """Repeat a scale for every row of its tile."""
         wide = jnp.broadcast_to(scales[:, None], (few, high, middle, 1))
         return wide.reshape(few * high, middle, 1)
 
@@ -282,7 +282,10 @@ def _stack_kernel(
 
 
 def configurations(op: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """What ships, for the gate: (name, function, shapes) at Llama-3-8B's per-device sizes, each rule once at least."""
+    """Yield (name, function, shapes) of what ships, for the gate.
+
+    The shapes are those of Llama-3-8B on one device, and each rule occurs at least once.
+    """
     case = functools.partial(examples.case, op, "mosaic_tpu")
     for dtype in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
         for name, shape, tile in examples.LLAMA:

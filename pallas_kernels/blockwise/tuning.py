@@ -1,4 +1,4 @@
-"""What `python -m pallas_kernels.tune blockwise` tries."""
+"""Keys, candidates and cases for `python -m pallas_kernels.tune blockwise`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHAPES = {"matrix": ((4096, 14336), (1, 128)), "stack": ((16384, 8, 128), (1, 1
 
 
 def keys(platform: str) -> Iterator[Key]:
-    """What a tile depends on."""
+    """Yield what a tile depends on."""
     if platform == "tpu":
         yield from ({"form": form} for form in _SHAPES)
         return
@@ -26,7 +26,10 @@ def keys(platform: str) -> Iterator[Key]:
 
 
 def candidates(platform: str, key: Key) -> Iterator[dict[str, int]]:
-    """Tiles, the likeliest first: on a GPU pairs of rows of a block, on a TPU bytes of the blocks in flight."""
+    """Yield tiles, the likeliest to be fast first.
+
+    On a GPU a tile is a number of pairs of rows of a block, on a TPU the bytes of blocks in flight.
+    """
     if platform == "tpu":
         first = 16 if key["form"] == "matrix" else 8
         yield from ({"bytes": m * 2**20} for m in sorted((16, 8, 24, 4), key=lambda m: m != first))
@@ -36,7 +39,7 @@ def candidates(platform: str, key: Key) -> Iterator[dict[str, int]]:
 
 
 def build(platform: str, key: Key, tile: dict[str, int]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """AdamW with a tile, and the shapes of its arguments."""
+    """Return AdamW with a tile, and the shapes of its arguments."""
     shape, block = _SHAPES[key.get("form", "matrix")]
     dtypes = (jnp.dtype(key.get(which, "float32")) for which in ("param", "grad"))
     _, step, shapes = examples.case(blockwise, f"mosaic_{platform}", "", ADAMW, shape, block, *dtypes)

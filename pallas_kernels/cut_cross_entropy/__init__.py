@@ -1,14 +1,15 @@
-"""Cross-entropy of a linear head that never holds its logits (Wijmans et al. 2024, "Cut Your Losses").
+"""Cross-entropy of a linear head that never stores its logits (Wijmans et al. 2024, "Cut Your Losses").
 
     from pallas_kernels.cut_cross_entropy import linear_cross_entropy
-    loss = linear_cross_entropy(x, w, targets)                    # float32, one a token
+    loss = linear_cross_entropy(x, w, targets)                    # float32, one per token
     loss, lse = linear_cross_entropy(x, w, targets, return_lse=True)
 
 First-order differentiable in reverse mode in x, w and weights. Under `jax.checkpoint`, a policy that saves the name
-"cut_lse" keeps the backward pass from running the forward again.
+"cut_lse" keeps the backward pass from running the forward pass again.
 
-A vocabulary in pieces, on several devices say: `parts` of each piece, one merge (`merge`), `Terms.losses`; and
-`gradients` of each from the merged log-sum-exp. `jaxscale.parallel.sharded_cross_entropy` is made of these.
+For a vocabulary in shards, for example on several devices: call `parts` on each shard, merge them (`merge`), apply
+`Terms.losses`, and call `gradients` on each shard with the merged log-sum-exp.
+`jaxscale.parallel.sharded_cross_entropy` does this.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.cut_cross_entropy import gpu, reference, tpu, xla
-from pallas_kernels.cut_cross_entropy.inputs import Given, Inputs, Logits, Merged, Parts, Terms, checked
+from pallas_kernels.cut_cross_entropy.inputs import Arguments, Inputs, Logits, Merged, Parts, Terms, checked
 from pallas_kernels.dispatch import Implementation, Target, dispatch
 from pallas_kernels.softmax.pairs import combine_all
 
@@ -30,7 +31,7 @@ __all__ = [
     "BF16_FILTER",
     "IMPLEMENTATIONS",
     "NAMES",
-    "Given",
+    "Arguments",
     "Logits",
     "Merged",
     "Parts",
@@ -44,10 +45,10 @@ __all__ = [
 ]
 
 NAMES = ("cut_lse",)
-"""What the residual of the backward pass is called, for a `jax.checkpoint` policy."""
+"""Name of the backward pass' residual, for a `jax.checkpoint` policy."""
 
 BF16_FILTER = 2.0**-12
-"""The paper's threshold: what is below it vanishes when it is added to 1 in bfloat16."""
+"""The paper's threshold: adding a smaller number to 1 in bfloat16 changes nothing."""
 
 
 def linear_cross_entropy(
@@ -65,36 +66,36 @@ def linear_cross_entropy(
     w_layout: str | None = None,
     implementation: str | None = None,
 ) -> Any:
-    """Every token's cross-entropy under softmax(x w), in nats, without the N x V logits, forward or backward.
+    """Return every token's cross-entropy under softmax(x w), in nats, without storing the N x V logits.
 
-    A mean is the caller's: divide the sum by whatever the tokens weigh in all. Logits and all sums are float32;
-    products take x's dtype. Gradients are exact unless `filter` says otherwise.
+    The caller takes the mean: divide the sum by the tokens' total weight. Logits and all sums are float32; matrix
+    products multiply in x's dtype. Gradients are exact unless `filter` is set.
 
     Args:
-      x: (N, E) or (B, S, E), float32, bfloat16 or float16.
-      w: (V, E) or (E, V) of such a type, x's or another; its gradient has its own type.
-      targets: integers of x's leading shape, 0 to V - 1. Another is refused with its place when it is known before
-        tracing; in a traced program its loss is NaN, and so are the gradients it would be in.
+      x: (N, E) or (B, S, E) in float32, bfloat16 or float16.
+      w: (V, E) or (E, V) in one of these dtypes, x's or another; its gradient has its own dtype.
+      targets: integers of x's leading shape, 0 to V - 1. A target out of range raises when its value is known before
+        tracing; in a traced program its loss is NaN, and so are the gradients that depend on it.
       softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2).
-      z_loss: adds `z_loss * log-sum-exp ** 2` (PaLM, Chowdhery et al. 2022).
-      label_smoothing: of the target's probability, this much is spread over all V words.
-      ignore_index: tokens of this target have loss 0 and gradient 0; it need not be a row.
-      weights: floating, of the targets' shape; each multiplies its token's loss, z-loss included.
-      return_lse: also return the log-sum-exp of the logits, whose cotangent is taken; of ignored tokens too.
+      z_loss: add `z_loss * log-sum-exp ** 2` (PaLM, Chowdhery et al. 2022).
+      label_smoothing: the part of the target's probability that is spread evenly over all V words.
+      ignore_index: tokens with this target have loss 0 and gradient 0; it may be out of range.
+      weights: floats of the targets' shape; each multiplies its token's loss, z-loss included.
+      return_lse: also return the log-sum-exp of the logits, of ignored tokens too. It is differentiable.
       filter: leave out of the gradient those blocks of tokens and words in which no entry of the logits' cotangent is
-        above this share of its token's largest coefficient, such as `BF16_FILTER`; 0 leaves out exact zeros only. How
-        large blocks are is the implementation's; `filtered_share` tells what was left out.
-      w_layout: "ve" or "ev", where V is E and the shapes do not tell.
-      implementation: "mosaic_tpu" or "mosaic_gpu" (whose gradient is that of "xla"), "xla", or "dense" (which holds the
-        logits); `None` is the best here. Either of the last two is also the one that the gradient uses.
+        above this share of its token's largest coefficient, such as `BF16_FILTER`; 0 leaves out exact zeros only. The
+        block size depends on the implementation; `filtered_share` returns how much is left out.
+      w_layout: "ve" or "ev", needed where V is E.
+      implementation: "mosaic_tpu" or "mosaic_gpu" (with the gradient of "xla"), "xla", or "dense" (which stores the
+        logits); `None` chooses the best here. With "xla" and "dense" the gradient uses the same implementation.
 
     Returns:
       float32 of the targets' shape, or that and the log-sum-exp.
 
     Raises:
-      KernelError: shapes that do not fit, an option out of range, or a named implementation that cannot do this here.
+      KernelError: shapes do not fit, an option is out of range, or a named implementation does not support this here.
     """
-    given = checked(
+    arguments = checked(
         "linear_cross_entropy",
         x,
         w,
@@ -107,51 +108,63 @@ def linear_cross_entropy(
         filter=filter,
         w_layout=w_layout,
     )
-    how = _How(given.logits, implementation)
-    merged = _reduce(given.x, given.w, given.terms.rows(given.targets), how)
-    loss = given.terms.losses(merged, given.targets, given.weights)
+    settings = _Settings(arguments.logits, implementation)
+    merged = _reduce(arguments.x, arguments.w, arguments.terms.rows(arguments.targets), settings)
+    loss = arguments.terms.losses(merged, arguments.targets, arguments.weights)
     return (loss, merged.lse) if return_lse else loss
 
 
 def filtered_share(
     x: Any, w: Any, targets: Any, *, filter: float, implementation: str | None = None, **options: Any
 ) -> jax.Array:
-    """The share of blocks that the gradient of `linear_cross_entropy(...).sum()` leaves out, a float32 scalar.
+    """Return the share of blocks that the gradient of `linear_cross_entropy(...).sum()` leaves out, a float32 scalar.
 
-    Decided by the code that the backward pass decides with.
+    The code that decides is that of the backward pass.
 
     Args:
-      x, w, targets, filter, implementation, **options: those of `linear_cross_entropy`.
+      x: as for `linear_cross_entropy`.
+      w: as for `linear_cross_entropy`.
+      targets: as for `linear_cross_entropy`.
+      filter: the threshold, as for `linear_cross_entropy`.
+      implementation: as for `linear_cross_entropy`.
+      **options: other keyword arguments of `linear_cross_entropy`.
 
     Raises:
-      KernelError: as there, or an implementation that filters nothing.
+      KernelError: as `linear_cross_entropy`, or the implementation has no filter.
     """
-    given = checked("filtered_share", x, w, targets, filter=filter, **options)
-    rows = given.terms.rows(given.targets)
-    merged = parts(given.x, given.w, rows, given.logits, implementation).merged()
-    loss, pull = jax.vjp(lambda m: given.terms.losses(m, given.targets, given.weights), merged)
+    arguments = checked("filtered_share", x, w, targets, filter=filter, **options)
+    rows = arguments.terms.rows(arguments.targets)
+    merged = parts(arguments.x, arguments.w, rows, arguments.logits, implementation).merged()
+    loss, pull = jax.vjp(lambda m: arguments.terms.losses(m, arguments.targets, arguments.weights), merged)
     (slopes,) = pull(jnp.ones_like(loss))
-    return _run("skipped", given.logits, implementation, given.x, given.w, rows, merged.lse, slopes)
+    return _run("skipped", arguments.logits, implementation, arguments.x, arguments.w, rows, merged.lse, slopes)
 
 
-# ---- pieces of a vocabulary
+# ---- shards of a vocabulary
 
 
 def parts(x: jax.Array, w: jax.Array, rows: jax.Array, logits: Logits, implementation: str | None = None) -> Parts:
-    """What one piece of a vocabulary gives every token. Has no derivative; `gradients` is one.
+    """Return what one shard of a vocabulary contributes to every token; its derivative is `gradients`.
+
+    JAX cannot differentiate it.
 
     Args:
       x: (..., E).
-      w: the piece.
-      rows: (...) int32, each token's target less the number of rows before this piece; it may be in another.
-      logits: how they are made.
-      implementation: that of `linear_cross_entropy`.
+      w: the shard, (V, E) or (E, V) with its own V.
+      rows: (...) int32, the row of each token's target, counted from the first row of this shard; it may be out of
+        range.
+      logits: how logits are computed.
+      implementation: as for `linear_cross_entropy`.
     """
     return _run("forward", logits, implementation, x, w, rows)
 
 
 def merge(pieces: Parts) -> Merged:
-    """From pieces stacked along a leading axis, what the whole vocabulary gives."""
+    """Return what the whole vocabulary gives every token, from the parts of its shards.
+
+    Args:
+      pieces: `Parts` whose arrays are stacked along a leading axis, one entry per shard.
+    """
     summed = None if pieces.summed is None else pieces.summed.sum(0)
     return Parts(combine_all(pieces.total), pieces.hit.sum(0), summed).merged()
 
@@ -167,13 +180,20 @@ def gradients(
     *,
     dw_dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Cotangents of x, this piece's share of it, and of the piece itself.
+    """Return the cotangents of w's shard and of x, the latter as far as it depends on this shard.
 
     Args:
-      x, w, rows, logits, implementation: those of `parts`.
-      lse: (...) float32 log-sum-exp over the whole vocabulary.
-      slopes: (...) cotangents of what `merge` gave.
-      dw_dtype: type of w's cotangent, which is summed in float32; w's by default.
+      x: as for `parts`.
+      w: as for `parts`.
+      rows: as for `parts`.
+      lse: (...) float32, the log-sum-exp over the whole vocabulary.
+      slopes: (...) cotangents of the result of `merge`.
+      logits: as for `parts`.
+      implementation: as for `parts`.
+      dw_dtype: dtype of w's cotangent, which is summed in float32; w's dtype by default.
+
+    Returns:
+      the cotangents of x and of w.
     """
     dw_dtype = w.dtype if dw_dtype is None else jnp.dtype(dw_dtype)
     return _run("backward", logits, implementation, x, w, rows, lse, slopes, dw_dtype=dw_dtype.name)
@@ -183,11 +203,11 @@ def gradients(
 
 
 def _run_plain(
-    room: Any, target: Target, *arrays: Any, direction: str, logits: Logits, dw_dtype: str | None, **_: Any
+    module: Any, target: Target, *arrays: Any, direction: str, logits: Logits, dw_dtype: str | None, **_: Any
 ) -> Any:
     if direction == "forward":
-        return room.forward(*arrays, logits)
-    return room.backward(*arrays, logits, dw_dtype) if direction == "backward" else room.skipped(*arrays, logits)
+        return module.forward(*arrays, logits)
+    return module.backward(*arrays, logits, dw_dtype) if direction == "backward" else module.skipped(*arrays, logits)
 
 
 def _anywhere(target: Target, **case: Any) -> str | None:
@@ -195,7 +215,7 @@ def _anywhere(target: Target, **case: Any) -> str | None:
 
 
 def _unfiltered(target: Target, *, logits: Logits, **case: Any) -> str | None:
-    return None if logits.filter is None else "it holds all logits and leaves nothing out; use 'xla', or filter=None"
+    return None if logits.filter is None else "it stores all logits and has no filter; use 'xla', or filter=None"
 
 
 IMPLEMENTATIONS = (
@@ -203,13 +223,13 @@ IMPLEMENTATIONS = (
     Implementation("mosaic_gpu", ("cuda",), gpu.supported, gpu.run),
     Implementation("xla", (), _anywhere, functools.partial(_run_plain, xla)),
 )
-"""What is chosen from, best first."""
+"""The implementations that `None` chooses from, best first."""
 
 _FORWARD_ONLY = ("mosaic_tpu", "mosaic_gpu")
-"""Kernels whose backward pass is XLA's, in pieces of the vocabulary."""
+"""Kernels whose backward pass is XLA's, in chunks of the vocabulary."""
 
 _BY_NAME = (Implementation("dense", (), _unfiltered, functools.partial(_run_plain, reference)),)
-"""What has to be asked for."""
+"""Implementations that are used only when they are named."""
 
 
 def _run(
@@ -222,7 +242,10 @@ def _run(
     dw_dtype: str | None = None,
 ) -> Any:
     *leading, width = x.shape
-    flat = lambda a: a.reshape(-1, *a.shape[len(leading) :])  # noqa: E731
+
+    def flat(a: jax.Array) -> jax.Array:
+        return a.reshape(-1, *a.shape[len(leading) :])
+
     x, others = flat(x), jax.tree.map(flat, others)
     case = {
         "direction": direction,
@@ -235,39 +258,43 @@ def _run(
     }
     if direction != "forward" and implementation in _FORWARD_ONLY:
         implementation = "xla"
-    ways = IMPLEMENTATIONS if implementation is None else (*IMPLEMENTATIONS, *_BY_NAME)
+    implementations = IMPLEMENTATIONS if implementation is None else (*IMPLEMENTATIONS, *_BY_NAME)
     arrays = (Inputs(x, w, others[0]), *others[1:])
-    out = dispatch("linear_cross_entropy", ways, arrays, case, implementation)
+    out = dispatch("linear_cross_entropy", implementations, arrays, case, implementation)
     if direction == "forward":
         return jax.tree.map(lambda a: a.reshape(leading), out)
     return (out[0].reshape(*leading, width), out[1]) if direction == "backward" else out
 
 
-# ---- gradients: one tree of residuals, whatever the implementation
+# ---- gradients, with the same tree of residuals for every implementation
 
 
 @dataclasses.dataclass(frozen=True)
-class _How:
-    """All that is known before tracing besides shapes."""
+class _Settings:
+    """Everything besides shapes that is known before tracing."""
 
     logits: Logits
     implementation: str | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _reduce(x: jax.Array, w: jax.Array, rows: jax.Array, how: _How) -> Merged:
-    return parts(x, w, rows, how.logits, how.implementation).merged()
+def _reduce(x: jax.Array, w: jax.Array, rows: jax.Array, settings: _Settings) -> Merged:
+    return parts(x, w, rows, settings.logits, settings.implementation).merged()
 
 
-def _reduce_forward(x: jax.Array, w: jax.Array, rows: jax.Array, how: _How) -> tuple[Merged, tuple[jax.Array, ...]]:
-    out = _reduce(x, w, rows, how)
+def _reduce_forward(
+    x: jax.Array, w: jax.Array, rows: jax.Array, settings: _Settings
+) -> tuple[Merged, tuple[jax.Array, ...]]:
+    out = _reduce(x, w, rows, settings)
     out = out._replace(lse=checkpoint_name(out.lse, NAMES[0]))
     return out, (x, w, rows, out.lse)
 
 
-def _reduce_backward(how: _How, kept: tuple[jax.Array, ...], slopes: Merged) -> tuple[jax.Array, jax.Array, None]:
-    x, w, rows, lse = kept
-    return *gradients(x, w, rows, lse, slopes, how.logits, how.implementation), None
+def _reduce_backward(
+    settings: _Settings, residuals: tuple[jax.Array, ...], slopes: Merged
+) -> tuple[jax.Array, jax.Array, None]:
+    x, w, rows, lse = residuals
+    return *gradients(x, w, rows, lse, slopes, settings.logits, settings.implementation), None
 
 
 _reduce.defvjp(_reduce_forward, _reduce_backward)

@@ -1,11 +1,11 @@
-"""The forward pass of the loss on Hopper in Mosaic GPU: a product of matrices whose tiles are summed up, not stored.
+"""The forward pass of the loss on Hopper in Mosaic GPU: a matrix product whose tiles are reduced, not stored.
 
-A persistent block has two warpgroups that multiply, each 64 tokens by `words` words, and one that brings both sides by
-TMA. An item is 128 tokens by a span of the vocabulary: its running maximum and sum (Milakov & Gimelshein 2018) stay in
-registers, and four numbers a token leave for each span, which XLA merges. Items are ordered so that blocks at work
-together share tokens and words in the L2 cache.
+A persistent block has two warpgroups that multiply, each 64 tokens by `words` words, and one that copies both operands
+by TMA. A work item is 128 tokens by a span of the vocabulary: its running maximum and sum (Milakov & Gimelshein 2018)
+stay in registers, and three or four numbers per token are written for each span, which XLA merges. Items are ordered so
+that blocks that run at the same time share tokens and words in the L2 cache.
 
-The backward pass is XLA's, in pieces of the vocabulary (`xla.backward`): four products, of which cuBLAS makes each.
+The backward pass is XLA's, in chunks of the vocabulary (`xla.backward`): four matrix products, each by cuBLAS.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from pallas_kernels.tiles import entries, lookup
 plgpu: Any = mosaic_gpu  # its names differ between versions
 
 ROWS = 64
-"""Tokens of a warpgroup: what one wgmma takes."""
+"""Tokens of a warpgroup: the rows of one wgmma."""
 WARPGROUPS = 2
-"""That multiply; a third moves memory."""
+"""Warpgroups that multiply; one more copies memory."""
 CHUNK = 64
-"""Elements of a vector that one copy brings: 128 bytes, the widest swizzle."""
+"""Elements of a vector that one copy moves: 128 bytes, the widest swizzle."""
 DTYPES = ("bfloat16", "float16")
 _SMS = 132
-_MULTIPLE = {"ve": 8, "ev": 64}  # of what one swizzled copy moves whole
-_TOGETHER = 16  # tiles of tokens side by side: they and the words they meet fit in the L2 cache
+_MULTIPLE = {"ve": 8, "ev": 64}  # what one swizzled copy moves
+_TOGETHER = 16  # tiles of tokens side by side: they and their words fit in the L2 cache
 _LOG2E = 1.4426950408889634
 
 
@@ -50,7 +50,7 @@ def supported(
     w_dtype: str,
     **_: Any,
 ) -> str | None:
-    """Why the kernel cannot serve a case, or `None`; the arguments are those of `dispatch`."""
+    """Return why the kernel cannot serve a case, or `None`; the arguments are those of `dispatch`."""
     if why := hopper(target):
         return why
     if direction != "forward":
@@ -76,7 +76,7 @@ def supported(
 
 
 def run(target: Target, inputs: Inputs, *, logits: Logits, **_: Any) -> Parts:
-    """The parts of every token."""
+    """Return the parts of every token."""
     n, vocabulary = inputs.x.shape[0], inputs.w.shape[logits.words_axis]
     softcap = logits.softcap is not None
     tile = lookup("cut_cross_entropy", target.kind, kernel="forward", softcap=softcap, width=inputs.x.shape[1])
@@ -84,8 +84,8 @@ def run(target: Target, inputs: Inputs, *, logits: Logits, **_: Any) -> Parts:
     span = min(tile["span"], -(-vocabulary // words))
     short = -n % (ROWS * WARPGROUPS)
     x, rows = jnp.pad(inputs.x, ((0, short), (0, 0))), jnp.pad(inputs.rows, (0, short), constant_values=-1)
-    found = spans(target, x, inputs.w, rows, logits, words=words, slots=slots, span=span)[:, :, :n]
-    top, total, hit, *summed = (found[:, i] for i in range(found.shape[1]))
+    statistics = spans(target, x, inputs.w, rows, logits, words=words, slots=slots, span=span)[:, :, :n]
+    top, total, hit, *summed = (statistics[:, i] for i in range(statistics.shape[1]))
     merged = combine_all(pair(jnp.where(top == -jnp.inf, 0, top), total))
     return Parts(merged, hit.sum(0), summed[0].sum(0) if summed else None)
 
@@ -93,15 +93,20 @@ def run(target: Target, inputs: Inputs, *, logits: Logits, **_: Any) -> Parts:
 def spans(
     target: Target, x: jax.Array, w: jax.Array, rows: jax.Array, logits: Logits, *, words: int, slots: int, span: int
 ) -> jax.Array:
-    """float32 (spans, 3 or 4, N): of each token and span a maximum, a sum of exponentials above it, and so on.
+    """Return float32 (spans, 3 or 4, N): for each token and span the maximum, sum of exponentials and target's logit.
+
+    The exponentials are of differences from the maximum. A fourth number, the sum of logits, follows where
+    `logits.summed`.
 
     Args:
-      target: what for.
-      x, w, rows: as in `Inputs`, N a multiple of 128.
-      logits: how they are made.
-      words: of a tile.
-      slots: chunks of both sides on their way at a time.
-      span: tiles of words of an item.
+      target: the device to compile for.
+      x: as in `Inputs`, N a multiple of 128.
+      w: as in `Inputs`.
+      rows: as in `Inputs`.
+      logits: how logits are computed.
+      words: words of a tile.
+      slots: chunks of both operands in flight at a time.
+      span: tiles of words of a work item.
     """
     (n, width), dtype = x.shape, x.dtype
     vocabulary, ve = w.shape[logits.words_axis], logits.w_layout == "ve"
@@ -113,7 +118,7 @@ def spans(
     row_layout = plgpu.Layout.WGMMA.reduce(1)
 
     def each(body: Callable[[Any, Any, Any, Any], Any], start: Any) -> Any:
-        """`body(tile of tokens, span, first and one after last tile of words, carry)` for this block's items."""
+        """Call `body(tile of tokens, span, first tile of words, carry)` for each of this block's items."""
         block = lax.axis_index("block")
 
         def step(k: Any, carry: Any) -> Any:
@@ -128,7 +133,7 @@ def spans(
         return lax.min(span, word_tiles - first)
 
     def start_of(j: Any) -> Any:
-        """The last tile begins earlier, and leaves out what the one before it has done."""
+        """Return a tile's first word. The last tile begins earlier, and skips words of the tile before."""
         return lax.min(j * words, vocabulary - words)
 
     def cut_cross_entropy(
@@ -154,9 +159,9 @@ def spans(
                     pl.when(c > 0)(lambda: plgpu.barrier_arrive(free.at[before]))
 
                 lax.fori_loop(0, chunks, chunk, None)
-                found = acc[...]
+                result = acc[...]
                 plgpu.barrier_arrive(free.at[lax.rem(done + chunks - 1, slots)])
-                return found
+                return result
 
             def item(i: Any, group: Any, first: Any, done: Any) -> Any:
                 at = pl.ds((i * WARPGROUPS + wg) * ROWS, ROWS)
@@ -190,7 +195,7 @@ def spans(
 
                 blank = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), row_layout)  # noqa: E731
                 state = lax.fori_loop(0, count(first), tile, (blank(-jnp.inf), *(blank(0.0),) * (stats - 1)))
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before has left
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous item has been copied
                 for k, value in enumerate(state):
                     stats_s[wg, k] = value
                 plgpu.commit_smem()
@@ -228,7 +233,7 @@ def spans(
 
             lax.fori_loop(lax.max(done - slots, 0), done, drain, None)
 
-    def room(*shape: int) -> Any:
+    def buffer(*shape: int) -> Any:
         return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
     return plgpu.kernel(
@@ -239,8 +244,8 @@ def spans(
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
         scratch_types=[
-            room(slots, WARPGROUPS, ROWS, CHUNK),
-            room(slots, words, CHUNK) if ve else room(slots, CHUNK, words),
+            buffer(slots, WARPGROUPS, ROWS, CHUNK),
+            buffer(slots, words, CHUNK) if ve else buffer(slots, CHUNK, words),
             plgpu.SMEM((WARPGROUPS, stats, ROWS), jnp.float32),
             plgpu.Barrier(num_arrivals=1 + WARPGROUPS, num_barriers=slots),
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=slots),
@@ -251,7 +256,7 @@ def spans(
 
 
 def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
-    """What ships, for the gate: (name, function, arguments)."""
+    """Yield (name, function, arguments) of what ships, for the gate."""
     target = Target("NVIDIA H200", "cuda")
     for entry in entries("cut_cross_entropy"):
         if not entry["device"].startswith("NVIDIA"):

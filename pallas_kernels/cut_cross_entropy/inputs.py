@@ -1,4 +1,4 @@
-"""What the loss is given: the arrays, the static description of its terms, and the checks before anything is traced."""
+"""Arguments of the loss: the arrays, the static description of its terms, and the checks before tracing."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from pallas_kernels.arguments import as_int32
 from pallas_kernels.errors import KernelError
 from pallas_kernels.softmax.pairs import Partial
 
-__all__ = ["Given", "Inputs", "Logits", "Parts", "Merged", "Terms", "WeightLayout", "checked"]
+__all__ = ["Arguments", "Inputs", "Logits", "Parts", "Merged", "Terms", "WeightLayout", "checked"]
 
 WeightLayout = Literal["ve", "ev"]
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Inputs(NamedTuple):
-    """What an implementation is given: x (N, E), w (V, E) or (E, V), and rows (N,) int32, each token's target.
+    """Arrays that an implementation receives.
 
-    w may be some rows of a vocabulary; a row that is not among them, -1 say, is no row.
+    Args:
+      x: (N, E).
+      w: (V, E) or (E, V), perhaps a shard of the vocabulary.
+      rows: (N,) int32, the row of each token's target; a number out of range, such as -1, is no row of w.
     """
 
     x: jax.Array
@@ -31,12 +34,12 @@ class Inputs(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What logits leave of each token, float32; those of several pieces of a vocabulary merge.
+    """What one shard of the vocabulary gives each token, float32; parts of several shards can be merged.
 
     Args:
-      total: the sum of their exponentials.
-      hit: the target's logit, 0 where it is not in this piece.
-      summed: the sum of all, or `None` where nobody asked.
+      total: the sum of the exponentials of the logits.
+      hit: the target's logit, 0 where the target is not in this shard.
+      summed: the sum of the logits, or `None` where it is not needed.
     """
 
     total: Partial
@@ -44,14 +47,17 @@ class Parts(NamedTuple):
     summed: jax.Array | None
 
     def merged(self) -> Merged:
-        """The same, of a piece that is the whole vocabulary."""
+        """Return the result for the whole vocabulary, of which this is the only shard."""
         return Merged(self.total.logsumexp(), self.hit, self.summed)
 
 
 class Merged(NamedTuple):
-    """Of the whole vocabulary, float32: the log-sum-exp, the target's logit, and the logits' sum or `None`.
+    """What the whole vocabulary gives each token, float32; or the cotangents of it.
 
-    Or their cotangents.
+    Args:
+      lse: log-sum-exp of the logits.
+      hit: the target's logit.
+      summed: the sum of the logits, or `None` where it is not needed.
     """
 
     lse: jax.Array
@@ -61,13 +67,13 @@ class Merged(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Logits:
-    """How logits are made, and what is asked of them.
+    """How logits are computed, and what is needed of them.
 
     Args:
       w_layout: "ve" or "ev", the order of w's axes.
       softcap: logits become `softcap * tanh(logits / softcap)`; `None` leaves them.
-      summed: whether their sum is wanted.
-      filter: below which share of a token's largest coefficient a gradient is left out, by blocks; `None` for none.
+      summed: whether their sum is needed.
+      filter: the share of a token's largest coefficient below which a block's gradient is left out; `None` keeps all.
     """
 
     w_layout: WeightLayout = "ve"
@@ -83,11 +89,13 @@ class Logits:
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """How parts make a loss.
+    """How a loss is computed from `Merged`.
 
     Args:
-      vocabulary: V, the whole one.
-      z_loss, label_smoothing, ignore_index: those of `linear_cross_entropy`.
+      vocabulary: V, of all shards.
+      z_loss: as for `linear_cross_entropy`.
+      label_smoothing: as for `linear_cross_entropy`.
+      ignore_index: as for `linear_cross_entropy`.
     """
 
     vocabulary: int
@@ -96,18 +104,28 @@ class Terms:
     ignore_index: int | None = None
 
     def rows(self, targets: jax.Array) -> jax.Array:
-        """Targets as int32 rows, -1 for what is no row or ignored."""
+        """Return the targets as int32 rows, with -1 for targets that are out of range or ignored.
+
+        Args:
+          targets: integers of any shape.
+        """
         return jnp.where(self._known(targets) & ~self._ignored(targets), _wide(targets), -1).astype(jnp.int32)
 
     def losses(self, merged: Merged, targets: jax.Array, weights: jax.Array | None) -> jax.Array:
-        """The loss of each token, float32 of their shape, differentiable."""
+        """Return the loss of each token, float32 of the targets' shape; differentiable.
+
+        Args:
+          merged: float32 arrays of the targets' shape.
+          targets: integers.
+          weights: float32 of the targets' shape, or `None`.
+        """
         loss = merged.lse - (1 - self.label_smoothing) * merged.hit
         if merged.summed is not None:
             loss = loss - self.label_smoothing / self.vocabulary * merged.summed
         if self.z_loss:
             loss = loss + self.z_loss * jnp.square(merged.lse)
         ignored = self._ignored(targets)
-        # A factor, so that the gradient is no number either.
+        # A factor, so that the gradient is NaN, too.
         loss = loss * jnp.where(self._known(targets) | ignored, 1.0, jnp.nan)
         if weights is not None:
             loss = loss * weights
@@ -123,8 +141,17 @@ class Terms:
         return targets == self.ignore_index
 
 
-class Given(NamedTuple):
-    """Arguments in order: x (..., E), w, targets and weights (...) or `None`, and the two descriptions."""
+class Arguments(NamedTuple):
+    """The checked arguments of `linear_cross_entropy`.
+
+    Args:
+      x: (..., E).
+      w: (V, E) or (E, V).
+      targets: integers (...).
+      weights: float32 (...), or `None`.
+      logits: how logits are computed.
+      terms: how losses are computed from them.
+    """
 
     x: jax.Array
     w: jax.Array
@@ -147,19 +174,29 @@ def checked(
     weights: Any = None,
     filter: Any = None,
     w_layout: str | None = None,
-) -> Given:
-    """The arguments of `linear_cross_entropy` in order, or a sentence on what is wrong with them.
+) -> Arguments:
+    """Check and convert the arguments of `linear_cross_entropy`.
 
     Args:
-      op: who asks, for the sentence.
+      op: name of the caller, for the error message.
+      x: as for `linear_cross_entropy`, like all that follow.
+      w: (V, E) or (E, V).
+      targets: integers of x's leading shape.
+      softcap: a positive number or `None`.
+      z_loss: a number of at least 0.
+      label_smoothing: at least 0 and below 1.
+      ignore_index: an integer or `None`.
+      weights: floats of the targets' shape or `None`.
+      filter: at least 0 and below 1, or `None`.
+      w_layout: "ve", "ev" or `None`.
 
     Raises:
-      KernelError: as documented there.
+      KernelError: as `linear_cross_entropy`.
     """
     x, w = jnp.asarray(x), jnp.asarray(w)
     if not isinstance(targets, jax.Array | jax.core.Tracer):
         targets = np.asarray(targets)
-        # JAX would wrap what int32 does not hold, padding of int64 say, into another token.
+        # JAX would wrap numbers that int32 cannot hold (padding in int64, for example) to other tokens.
         targets = (
             as_int32(op, "targets", targets) if targets.dtype.name in ("int64", "uint64") else jnp.asarray(targets)
         )
@@ -198,29 +235,29 @@ def checked(
         _ignore_index(op, ignore_index, targets.dtype),
     )
     _check_targets(op, targets, terms)
-    return Given(x, w, targets, weights, Logits(layout, softcap, smoothing > 0, filter), terms)
+    return Arguments(x, w, targets, weights, Logits(layout, softcap, smoothing > 0, filter), terms)
 
 
-def _layout(op: str, width: int, w: jax.Array, asked: str | None) -> WeightLayout:
-    if asked not in (None, "ve", "ev"):
+def _layout(op: str, width: int, w: jax.Array, requested: str | None) -> WeightLayout:
+    if requested not in (None, "ve", "ev"):
         raise KernelError(
-            f"{op}: w_layout is 've' for (vocabulary, width), 'ev' for (width, vocabulary), not {asked!r}"
+            f"{op}: w_layout is 've' for (vocabulary, width), 'ev' for (width, vocabulary), not {requested!r}"
         )
     if w.ndim != 2 or 0 in w.shape:
         raise KernelError(f"{op}: w has to be a matrix with something in it, not of shape {w.shape}")
     fitting: list[WeightLayout] = [layout for layout in ("ve", "ev") if w.shape[layout.index("e")] == width]
-    if asked is not None and asked not in fitting:
+    if requested is not None and requested not in fitting:
         raise KernelError(
-            f"{op}: w of shape {w.shape} as w_layout={asked!r} has a width of {w.shape[asked.index('e')]}, "
+            f"{op}: w of shape {w.shape} as w_layout={requested!r} has a width of {w.shape[requested.index('e')]}, "
             f"and x has one of {width}"
         )
     if not fitting:
         raise KernelError(f"{op}: no axis of w, of shape {w.shape}, is as long as x is wide, {width}")
-    if asked is None and len(fitting) > 1:
+    if requested is None and len(fitting) > 1:
         raise KernelError(
-            f"{op}: either axis of w, of shape {w.shape}, may be the vocabulary; say w_layout='ve' or 'ev'"
+            f"{op}: either axis of w, of shape {w.shape}, may be the vocabulary; set w_layout='ve' or 'ev'"
         )
-    return fitting[0] if asked is None else ("ve" if asked == "ve" else "ev")
+    return fitting[0] if requested is None else ("ve" if requested == "ve" else "ev")
 
 
 def _number(
@@ -261,7 +298,7 @@ def _ignore_index(op: str, value: Any, dtype: Any) -> int | None:
 
 
 def _check_targets(op: str, targets: Any, terms: Terms) -> None:
-    """Where targets are at hand; in a traced program the loss of a wrong one is NaN."""
+    """Check targets whose values are known; in a traced program the loss of a wrong one is NaN."""
     if isinstance(targets, jax.core.Tracer) or not targets.size or not targets.is_fully_addressable:
         return
     values = np.asarray(targets)
@@ -272,10 +309,10 @@ def _check_targets(op: str, targets: Any, terms: Terms) -> None:
         place = tuple(int(i) for i in np.argwhere(bad)[0])
         raise KernelError(
             f"{op}: the target {int(values[place])} at {place} is not in a vocabulary of {terms.vocabulary}, which has "
-            f"0 to {terms.vocabulary - 1}; for padding give ignore_index"
+            f"0 to {terms.vocabulary - 1}; for padding set ignore_index"
         )
 
 
 def _wide(targets: jax.Array) -> jax.Array:
-    """In a type that holds V: a comparison with it must not wrap."""
+    """Return targets in a dtype that holds V, so that comparing them with V does not wrap around."""
     return targets.astype(jnp.int32) if targets.dtype.itemsize < 4 else targets

@@ -1,4 +1,4 @@
-"""The truth of the loss: all logits at once, float32, its gradient by JAX's own rules. For small sizes only."""
+"""The reference of the loss: all logits at once, float32, with the gradient by JAX's rules. For small sizes only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["backward", "forward"]
 
 
 def forward(inputs: Inputs, logits: Logits) -> Parts:
-    """The parts of every token."""
+    """Return the parts of every token."""
     x, w, rows = inputs
     full = x.astype(jnp.float32) @ jnp.moveaxis(w.astype(x.dtype), logits.words_axis, 1).astype(jnp.float32)
     if logits.softcap is not None:
@@ -24,13 +24,13 @@ def forward(inputs: Inputs, logits: Logits) -> Parts:
 def backward(
     inputs: Inputs, lse: jax.Array, slopes: Merged, logits: Logits, dw_dtype: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Cotangents of x and of w; `lse` may be that of a larger vocabulary."""
+    """Return the cotangents of x and of w; `lse` may be that of a larger vocabulary."""
     x, w, rows = inputs
 
-    def wanted(x: jax.Array, w: jax.Array) -> Merged:
+    def merged_of(x: jax.Array, w: jax.Array) -> Merged:
         mine, hit, summed = forward(Inputs(x, w, rows), logits).merged()
-        # d lse / d mine, where mine is one of several sums that lse is the logarithm of
+        # d lse / d mine, where exp(lse) is a sum of which exp(mine) is one term
         return Merged(mine * jax.lax.stop_gradient(jnp.exp(mine - lse)), hit, summed)
 
-    dx, dw = jax.vjp(wanted, x.astype(jnp.float32), w.astype(x.dtype).astype(jnp.float32))[1](slopes)
+    dx, dw = jax.vjp(merged_of, x.astype(jnp.float32), w.astype(x.dtype).astype(jnp.float32))[1](slopes)
     return dx.astype(x.dtype), dw.astype(dw_dtype)

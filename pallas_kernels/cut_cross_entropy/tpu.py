@@ -1,10 +1,10 @@
-"""The forward pass of the loss on TPUs in Mosaic: a product of matrices whose tiles are summed up in VMEM, not stored.
+"""The forward pass of the loss on TPUs in Mosaic: a matrix product whose tiles are reduced in VMEM, not stored.
 
-A tile of tokens stays, whole vectors of it, and the vocabulary comes by: w is read once for each tile of tokens, in the
-order and the type that it has. Every token keeps 128 running maxima and sums (Milakov & Gimelshein 2018), one for each
-lane, so that a tile of logits is added without a reduction across lanes; they become one at the last tile of words.
+The kernel keeps a tile of tokens, with whole vectors, and iterates over the vocabulary: w is read once for each tile of
+tokens, in its own order and dtype. Every token has 128 running maxima and sums (Milakov & Gimelshein 2018), one for
+each lane, so that adding a tile of logits needs no reduction across lanes; they are reduced at the last tile of words.
 
-The backward pass is XLA's, in pieces of the vocabulary (`xla.backward`).
+The backward pass is XLA's, in chunks of the vocabulary (`xla.backward`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from pallas_kernels.softmax.pairs import pair
 from pallas_kernels.tiles import entries, lookup
 
 TILES = 40 * 2**20
-"""Bytes of VMEM that blocks and logits may take; what Mosaic adds is less than what is left up to `VMEM_LIMIT`."""
+"""Bytes of VMEM for blocks and logits; Mosaic's own use is less than what is left up to `VMEM_LIMIT`."""
 
 FEWEST = (128, 256)
-"""Tokens and words of a tile: with fewer words a matrix unit of 256 columns stands half idle."""
+"""Tokens and words of the smallest tile: with fewer words half of a matrix unit of 256 columns is idle."""
 
 
 def supported(
@@ -44,7 +44,7 @@ def supported(
     w_dtype: str,
     **_: Any,
 ) -> str | None:
-    """Why the kernel cannot serve a case, or `None`; the arguments are those of `dispatch`."""
+    """Return why the kernel cannot serve a case, or `None`; the arguments are those of `dispatch`."""
     if direction != "forward":
         return "the backward pass is XLA's, in pieces of the vocabulary"
     if "float16" in (dtype, w_dtype):
@@ -58,7 +58,7 @@ def supported(
 
 
 def run(target: Target, inputs: Inputs, *, logits: Logits, **_: Any) -> Parts:
-    """The parts of every token."""
+    """Return the parts of every token."""
     (n, width), vocabulary = inputs.x.shape, inputs.w.shape[logits.words_axis]
     dtype, w_dtype = inputs.x.dtype.name, inputs.w.dtype.name
     tile = lookup("cut_cross_entropy", target.kind or "TPU", kernel="forward", dtype=dtype, width=width)
@@ -69,58 +69,61 @@ def run(target: Target, inputs: Inputs, *, logits: Logits, **_: Any) -> Parts:
 
 
 def totals(target: Target, inputs: Inputs, logits: Logits, *, tokens: int, words: int) -> jax.Array:
-    """float32 (3 or 4, N): of each token the maximum, the sum of exponentials below it, the target's logit, and so on.
+    """Return float32 (3 or 4, N): each token's maximum, sum of exponentials, target's logit and perhaps sum of logits.
+
+    The exponentials are of differences from the maximum.
 
     Args:
-      target: what for.
-      inputs: as the op's.
-      logits: how they are made.
-      tokens, words: of a tile, words a multiple of 128.
+      target: the device to compile for.
+      inputs: the op's arrays.
+      logits: how logits are computed.
+      tokens: tokens of a tile.
+      words: words of a tile, a multiple of 128.
     """
     x, w, rows = inputs
     (n, width), vocabulary, ve = x.shape, w.shape[logits.words_axis], logits.w_layout == "ve"
     stats, last = 4 if logits.summed else 3, pl.cdiv(vocabulary, words) - 1
     w_block, w_place = ((words, width), lambda i, j: (j, 0)) if ve else ((width, words), lambda i, j: (0, j))
 
-    def kernel(x_ref: Any, w_ref: Any, rows_ref: Any, out_ref: Any, own_ref: Any, *kept: Any) -> None:
+    def kernel(x_ref: Any, w_ref: Any, rows_ref: Any, out_ref: Any, own_ref: Any, *stat_refs: Any) -> None:
         j = pl.program_id(1)
 
         @pl.when(j == 0)
         def _() -> None:
-            # What lies behind the last word is no target, whatever it is.
+            # Words beyond the vocabulary are never targets.
             mine = rows_ref[...]
             own_ref[...] = column(jnp.where(mine < vocabulary, mine, -1))
-            for ref in kept:
-                ref[...] = jnp.full(ref.shape, -jnp.inf if ref is kept[0] else 0.0, jnp.float32)
+            for ref in stat_refs:
+                ref[...] = jnp.full(ref.shape, -jnp.inf if ref is stat_refs[0] else 0.0, jnp.float32)
 
         y = product(x_ref[...], w_ref[...].astype(x.dtype), (1, 1 if ve else 0))
         if (cap := logits.softcap) is not None:
             y = cap * jnp.tanh(y * (1 / cap))
-        top, total, hit, *summed = (ref[...] for ref in kept)
+        top, total, hit, *summed = (ref[...] for ref in stat_refs)
         lane, own = lax.broadcasted_iota(jnp.int32, (tokens, LANES), 1), own_ref[...] - j * words
         pieces = {k: y[:, k : k + LANES] for k in range(0, words, LANES)}
 
-        def there(value: float) -> list[jax.Array]:
-            """The pieces, with a value in the place of what is behind the last word."""
-            if not vocabulary % words:  # asked of every tile or of none: few operations beside a product, and no branch
+        def filled(value: float) -> list[jax.Array]:
+            """Return the pieces, with a value in the place of words beyond the vocabulary."""
+            if not vocabulary % words:  # else in every tile: cheap beside a matrix product, and no branch
                 return list(pieces.values())
             return [jnp.where(lane < vocabulary - j * words - k, y, value) for k, y in pieces.items()]
 
-        seen = there(-jnp.inf)
+        seen = filled(-jnp.inf)
         higher = functools.reduce(jnp.maximum, seen, top)
         finite = _finite(higher)
         new = [
             higher,
             sum((jnp.exp(y - finite) for y in seen), total * jnp.exp(top - finite)),
             sum((jnp.where(lane == own - k, y, 0.0) for k, y in pieces.items()), hit),
-            *(sum(there(0.0), s) for s in summed),
+            *(sum(filled(0.0), s) for s in summed),
         ]
-        for ref, value in zip(kept, new, strict=True):
+        for ref, value in zip(stat_refs, new, strict=True):
             ref[...] = value
 
         @pl.when(j == last)
         def _() -> None:
-            top, total, *rest = (ref[...].T for ref in kept)
+            top, total, *rest = (ref[...].T for ref in stat_refs)
             highest = _finite(top.max(0, keepdims=True))
             out_ref[:1] = highest
             out_ref[1:2] = (total * jnp.exp(top - highest)).sum(0, keepdims=True)
@@ -158,15 +161,15 @@ def _finite(top: jax.Array) -> jax.Array:
 
 
 def tile_bytes(tokens: int, words: int, width: int, dtype: str, w_dtype: str) -> int:
-    """VMEM of blocks, of which one is on its way while another is worked on, and of a tile of logits."""
+    """Return bytes of VMEM of double-buffered blocks and a tile of logits."""
     size, w_size = jnp.dtype(dtype).itemsize, jnp.dtype(w_dtype).itemsize
-    parts = 6 if dtype == "float32" else 0  # an exact product is one of three bfloat16 parts of each factor
+    parts = 6 if dtype == "float32" else 0  # an exact float32 product has three bfloat16 parts of each factor
     cast = 0 if dtype == w_dtype else size
     return width * (tokens * (2 * size + parts) + words * (2 * w_size + cast + parts)) + 12 * tokens * words
 
 
 def _fit(tokens: int, words: int, width: int, dtype: str, w_dtype: str) -> tuple[int, int]:
-    """The largest tile up to this that fits: as many tokens as can be, since w is read once for each tile of them."""
+    """Return the largest tile that fits, with as many tokens as possible: w is read once for each tile of tokens."""
     while tile_bytes(tokens, words, width, dtype, w_dtype) > TILES:
         if words > FEWEST[1]:
             words //= 2
@@ -176,13 +179,13 @@ def _fit(tokens: int, words: int, width: int, dtype: str, w_dtype: str) -> tuple
 
 
 def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
-    """What ships, for the gate: (name, function, arguments)."""
+    """Yield (name, function, arguments) of what ships, for the gate."""
     for entry in entries("cut_cross_entropy"):
         if not entry["device"].startswith("TPU"):
             continue
         width, dtype = entry["key"]["width"], entry["key"]["dtype"]
-        for name, given in CASES.items():
-            yield f"{dtype} {width} {name}", *case(**given, width=width, dtype=dtype)
+        for name, options in CASES.items():
+            yield f"{dtype} {width} {name}", *case(**options, width=width, dtype=dtype)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -190,13 +193,13 @@ CASES: dict[str, dict[str, Any]] = {
     "ve 50257 softcap sum": {"layout": "ve", "vocabulary": 50257, "softcap": 30.0, "summed": True},
     "ev 50257 softcap sum": {"layout": "ev", "vocabulary": 50257, "softcap": 30.0, "summed": True},
 }
-"""What the gate compiles: a name -> arguments of `case`."""
+"""Cases that the gate compiles: a name -> arguments of `case`."""
 
 
 def case(
     *, layout: Any, vocabulary: int, width: int, dtype: str, softcap: float | None = None, summed: bool = False
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A function of x, w and rows, and their shapes; tokens are no multiple of anything."""
+    """Return a function of x, w and rows, and their shapes; the number of tokens is no multiple of a tile."""
     logits = Logits(layout, softcap, summed)
     shape = (vocabulary, width) if layout == "ve" else (width, vocabulary)
     like = jax.ShapeDtypeStruct

@@ -1,14 +1,13 @@
-"""The loss in tiles, as XLA computes it anywhere: pieces of the vocabulary, and pieces of the tokens for each.
+"""The loss in tiles, as XLA computes it on any platform: for each chunk of the vocabulary, chunks of the tokens.
 
-Logits exist for `TILE` tokens and words at most, 16 MiB of float32, whatever N and V are. The forward pass keeps a
-running maximum and sum (Milakov & Gimelshein 2018). The backward pass makes each tile's logits again and its
-probabilities from the log-sum-exp; a word's gradient is summed over all tokens in float32 and written once, a token's
-is summed over all words in a float32 array of x's shape. So a pass needs a few tiles besides its outputs, and the
-backward pass that array.
+At most `TILE` logits exist at a time, 16 MiB of float32, whatever N and V are. The forward pass keeps a running maximum
+and sum (Milakov & Gimelshein 2018). The backward pass computes each tile's logits again, and its probabilities from the
+log-sum-exp. A word's gradient is summed over all tokens in float32 and written once; a token's is summed over all words
+in a float32 array of x's shape. So a pass needs a few tiles besides its outputs, and the backward pass that array.
 
-Where sizes are no multiple of a tile, the last tile begins earlier and leaves out what the one before it has done:
-nothing is padded, so nothing is copied. (On a CPU alone, a gradient of w in 16 bits is rewritten whole with each piece
-of the vocabulary, since XLA widens such updates; it still takes no memory.)
+Where a size is no multiple of a tile, the last tile begins earlier and skips what the tile before has done: nothing is
+padded, so nothing is copied. (On a CPU, a 16-bit gradient of w is rewritten whole for each chunk of the vocabulary,
+since XLA widens such updates; it still takes no extra memory.)
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from pallas_kernels.softmax.pairs import pair
 __all__ = ["FILTER_TILE", "TILE", "backward", "forward", "skipped"]
 
 TILE = (2048, 2048)
-"""Tokens and words of a tile at most."""
+"""Most tokens and words of a tile."""
 
 FILTER_TILE = (256, 512)
-"""The same of a block whose gradient may be left out: smaller, since one entry that counts keeps the block."""
+"""Tokens and words of a block that the filter may leave out: smaller, since one large entry keeps the whole block."""
 
 _dot = lambda subscripts, *arrays: jnp.einsum(subscripts, *arrays, preferred_element_type=jnp.float32)  # noqa: E731
 
 
 class _Running(NamedTuple):
-    """Of each token: the maximum so far, the sum of exponentials below it, the target's logit, the logits' sum."""
+    """State of each token: running maximum, sum of exponentials, target's logit, and sum of logits."""
 
     top: jax.Array
     total: jax.Array
@@ -44,7 +43,7 @@ class _Running(NamedTuple):
 
 
 def forward(inputs: Inputs, logits: Logits) -> Parts:
-    """The parts of every token."""
+    """Return the parts of every token."""
     cut = _Cut.of(inputs, logits, TILE)
 
     def of_words(i: jax.Array, state: _Running) -> _Running:
@@ -67,7 +66,7 @@ def forward(inputs: Inputs, logits: Logits) -> Parts:
 
 
 def _add(old: _Running, logits: jax.Array, hit: jax.Array, fresh: jax.Array | None) -> _Running:
-    """One more tile."""
+    """Add one tile to the state."""
     seen = logits if fresh is None else jnp.where(fresh, logits, -jnp.inf)
     top = jnp.maximum(old.top, seen.max(1))
     zero = _finite(top)
@@ -85,12 +84,12 @@ def _finite(top: jax.Array) -> jax.Array:
 def backward(
     inputs: Inputs, lse: jax.Array, slopes: Merged, logits: Logits, dw_dtype: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Cotangents of x and of w."""
+    """Return the cotangents of x and of w."""
     cut = _Cut.of(inputs, logits, TILE if logits.filter is None else FILTER_TILE)
     axis = logits.words_axis
 
     def of_words(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        # The last first: what it leaves out, the one before it overwrites.
+        # The last chunk first: the words that it skips are overwritten by the chunk before.
         words = cut.words(cut.word_tiles - 1 - i)
 
         def tile(j: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -105,8 +104,8 @@ def backward(
             return work(*state) if needed is None else lax.cond(needed, work, lambda *same: same, *state)
 
         dx, dw = state
-        dx, found = lax.fori_loop(0, cut.token_tiles, tile, (dx, jnp.zeros(words.values.shape, jnp.float32)))
-        return dx, words.put(dw, found.astype(dw.dtype), axis)
+        dx, dw_tile = lax.fori_loop(0, cut.token_tiles, tile, (dx, jnp.zeros(words.values.shape, jnp.float32)))
+        return dx, words.put(dw, dw_tile.astype(dw.dtype), axis)
 
     start = jnp.zeros(inputs.x.shape, jnp.float32), jnp.zeros(inputs.w.shape, dw_dtype)
     dx, dw = lax.fori_loop(0, cut.word_tiles, of_words, start)
@@ -114,7 +113,7 @@ def backward(
 
 
 def skipped(inputs: Inputs, lse: jax.Array, slopes: Merged, logits: Logits) -> jax.Array:
-    """The share of blocks that `backward` leaves out, float32."""
+    """Return the share of blocks that `backward` leaves out, float32."""
     cut = _Cut.of(inputs, logits, FILTER_TILE)
 
     def of_words(i: jax.Array, count: jax.Array) -> jax.Array:
@@ -135,9 +134,10 @@ class _Tile:
     """Some tokens or words.
 
     Args:
-      start, size: which.
-      values: their vectors, in x's type.
-      fresh: which of them no tile before has done; `None` for all.
+      start: the first one.
+      size: number of them.
+      values: their vectors, in x's dtype.
+      fresh: boolean, which of them are in no earlier tile; `None` for all.
     """
 
     start: jax.Array
@@ -154,11 +154,15 @@ class _Tile:
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """How tokens and words are cut.
+    """How tokens and words are cut into tiles.
 
     Args:
-      inputs, logits: what to compute.
-      token_size, word_size, token_tiles, word_tiles: of tiles, and how many.
+      inputs: the op's arrays.
+      logits: how logits are computed.
+      token_size: tokens of a tile.
+      word_size: words of a tile.
+      token_tiles: number of tiles of tokens.
+      word_tiles: number of tiles of words.
     """
 
     inputs: Inputs
@@ -188,7 +192,7 @@ class _Cut:
         return _Tile(start, size, values, fresh)
 
     def logits_of(self, tokens: _Tile, words: _Tile) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """A tile's float32 logits, which of them are targets, and what a soft-cap multiplies their gradient by."""
+        """Return a tile's float32 logits, which of them are targets, and the derivative of the soft-cap or `None`."""
         logits, slope = _dot(f"ne,{self.logits.w_layout}->nv", tokens.values, words.values), None
         if (cap := self.logits.softcap) is not None:
             tanh = jnp.tanh(logits / cap)
@@ -199,7 +203,7 @@ class _Cut:
     def slope_of(
         self, tokens: _Tile, words: _Tile, lse: jax.Array, slopes: Merged
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The cotangent of a tile's products, 0 where done before, and whether any of it counts (`None`: all does)."""
+        """Return the cotangent of a tile's products, 0 where skipped, and whether the filter keeps it or `None`."""
         logits, hit, cap = self.logits_of(tokens, words)
         d = jax.tree.map(tokens.take, slopes)
         slope = d.lse[:, None] * jnp.exp(logits - tokens.take(lse)[:, None]) + jnp.where(hit, d.hit[:, None], 0)
@@ -214,19 +218,19 @@ class _Cut:
         if self.logits.filter is None:
             return slope, None
         largest = jnp.stack([jnp.abs(x) for x in jax.tree.leaves(d)]).max(0)
-        # Not the other way round: what is no number counts.
+        # Negated, so that NaN counts as large.
         return slope, ~jnp.all(jnp.abs(slope) <= self.logits.filter * largest[:, None])
 
 
 def _slice(x: jax.Array, start: jax.Array, size: int, axis: int) -> jax.Array:
-    """`lax.dynamic_slice_in_dim`; of 16 bits XLA for CPUs would widen all of x for it, once, before the loop."""
+    """`lax.dynamic_slice_in_dim`, without XLA for CPUs converting all of a 16-bit x to float32 before the loop."""
     if x.dtype.itemsize == 2:
         x, start = lax.optimization_barrier((x, start))
     return lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
 def _size(length: int, most: int) -> int:
-    """As few tiles as `most` allows, of one size, in whole vector registers where there are several."""
+    """Return a tile's size: as few tiles as `most` allows, of one size; several are multiples of a vector register."""
     if length <= most:
         return length
     even = -(-length // -(-length // most))

@@ -1,10 +1,10 @@
-"""Attention of a few new queries of each row to a long cache of keys, in pages or not.
+"""Attention of a few new queries per row to a long KV cache, contiguous or in pages.
 
     from pallas_kernels.decode_attention import decode_attention
-    out, lse = decode_attention(q, k, v, lengths=lengths)                       # k (B, T, K, D): one page a row
+    out, lse = decode_attention(q, k, v, lengths=lengths)                       # k (B, T, K, D): one page per row
     out, lse = decode_attention(q, k, v, positions=positions, tables=tables)    # k (P, page, K, D)
 
-It has no gradient: `flash_attention` is what trains.
+It has no gradient; train with `flash_attention`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.decode_attention import gpu, reference, tpu, xla
-from pallas_kernels.decode_attention.inputs import How, Inputs, checked
+from pallas_kernels.decode_attention.inputs import Inputs, Settings, checked
 from pallas_kernels.dispatch import Implementation, Target, dispatch
 from pallas_kernels.errors import KernelError
 
@@ -39,41 +39,42 @@ def decode_attention(
     maximum: float | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Causal attention of each row's queries to its kept keys (flash-decoding, Dao et al. 2023).
+    """Return causal attention of each row's queries to its cached keys (flash-decoding, Dao et al. 2023).
 
-    The keys are split over whatever computes, and the parts merged by their log-sum-exps, which gives the same whatever
-    the split; outputs of several calls to parts of the keys merge in the same way.
+    The keys are split among program instances, and the partial results merged by their log-sum-exps, so that the split
+    does not change the result. Merge the outputs of calls on different parts of the keys in the same way.
 
     Args:
-      q: (B, Q, H, D), float32, bfloat16 or float16. Q is small: a kernel has H / K * Q queries in a tile of 64.
-      k, v: (P, page, K, D) and (P, page, K, Dv) of the same dtype; H is a multiple of K, and query head h reads key
-        head h // (H / K). Without pages, page is the length of a row. `v` is `None` where values are the first
-        `value_dim` widths of keys.
-      positions: integers (B, Q), a query's place in its text: it sees keys at places up to its own. One at -1 sees
-        none.
-      lengths: integers (B,) instead: so many keys, at whose end the queries stand.
-      tables: integers (B, N), the pages of each row in order; row b is page b without. An entry that no query's places
-        reach may be anything, as -1, and what stands at such places too (on Hopper: anything finite, in pages that are
-        seen in part).
-      first, stride: entry i of a table holds a text's places from (first + i * stride) * page.
-      window: see this many latest places only, the query's own included.
+      q: (B, Q, H, D) in float32, bfloat16 or float16. Q is small: a kernel takes H / K * Q queries in a tile of 64.
+      k: (P, page, K, D) in q's dtype; H is a multiple of K, and query head h reads key head h // (H / K). Without
+        pages, P is B and `page` the length of a row.
+      v: (P, page, K, Dv) in q's dtype, or `None` where values are the first `value_dim` widths of keys.
+      positions: (B, Q) integers, each query's position in its sequence: it sees keys at positions up to its own. A
+        query at -1 sees none.
+      lengths: (B,) integers, in place of `positions`: the number of keys of each row. The queries are at their end.
+      tables: (B, N) integers, the pages of each row in order; by default row b has page b. An entry that no query's
+        positions reach may be anything, such as -1, and so may keys at unreached positions (on Hopper: anything finite,
+        in pages that are reached in part).
+      first: integer; see `stride`.
+      stride: entry i of a table holds the positions of the sequence from (first + i * stride) * page on.
+      window: each query sees only this many latest positions, its own included.
       softcap: scores become `softcap * tanh(score / softcap)`.
       scale: factor on the scores; 1 / sqrt(D) by default.
       value_dim: Dv, where `v` is `None`.
-      maximum: a number near each query's largest score, known beforehand (FlashDecoding++, Hong et al. 2023): sums need
-        no scaling back as larger scores come. Where one proves to be too far from it for float32, all is computed anew
-        without; XLA's form alone has it.
-      implementation: "mosaic_gpu", "mosaic_tpu", "xla" or "dense" (all keys at once in float32); `None` is the best
-        here.
+      maximum: a number near each query's largest score, known beforehand (FlashDecoding++, Hong et al. 2023), so that
+        sums need no rescaling. Where it turns out too far off for float32, everything is computed again without it.
+        Only "xla" uses it.
+      implementation: "mosaic_gpu", "mosaic_tpu", "xla" or "dense" (all keys at once in float32); `None` chooses the
+        best here.
 
     Returns:
-      float32 output (B, Q, H, Dv) and log-sum-exp (B, Q, H); 0 and -inf of a query that sees nothing.
+      float32 output (B, Q, H, Dv) and log-sum-exp (B, Q, H); 0 and -inf for a query that sees nothing.
 
     Raises:
-      KernelError: shapes that do not fit, an option out of range, a named implementation that cannot do this here, or
-        differentiation.
+      KernelError: shapes do not fit, an option is out of range, a named implementation does not support this here, or
+        the call is differentiated.
     """
-    inputs, how = checked(
+    inputs, settings = checked(
         q,
         k,
         v,
@@ -88,7 +89,7 @@ def decode_attention(
         value_dim=value_dim,
         maximum=maximum,
     )
-    return _attend(inputs, how, implementation)
+    return _attend(inputs, settings, implementation)
 
 
 # ---- implementations
@@ -98,32 +99,40 @@ def _anywhere(target: Target, **case: Any) -> str | None:
     return None
 
 
+def _run_xla(target: Target, inputs: Inputs, *, settings: Settings, **_: Any) -> tuple[jax.Array, jax.Array]:
+    return xla.forward(target, inputs, settings)
+
+
+def _run_dense(target: Target, inputs: Inputs, *, settings: Settings, **_: Any) -> tuple[jax.Array, jax.Array]:
+    return reference.forward(inputs, settings)
+
+
 IMPLEMENTATIONS = (
     Implementation("mosaic_gpu", ("cuda",), gpu.supported, gpu.run),
     Implementation("mosaic_tpu", ("tpu",), tpu.supported, tpu.run),
-    Implementation("xla", (), _anywhere, lambda target, inputs, *, how, **_: xla.forward(target, inputs, how)),
+    Implementation("xla", (), _anywhere, _run_xla),
 )
-"""What is chosen from, best first."""
+"""The implementations that `None` chooses from, best first."""
 
-_BY_NAME = (Implementation("dense", (), _anywhere, lambda target, inputs, *, how, **_: reference.forward(inputs, how)),)
-"""What has to be asked for."""
+_BY_NAME = (Implementation("dense", (), _anywhere, _run_dense),)
+"""Implementations that are used only when they are named."""
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _attend(inputs: Inputs, how: How, implementation: str | None) -> tuple[jax.Array, jax.Array]:
+def _attend(inputs: Inputs, settings: Settings, implementation: str | None) -> tuple[jax.Array, jax.Array]:
     q, k, v, _, tables, _ = inputs
     case = {
-        "how": how,
+        "settings": settings,
         "q": q.shape,
         "k": k.shape,
         "v": None if v is None else v.shape,
         "entries": tables.shape[1],
         "dtype": q.dtype.name,
     }
-    ways = IMPLEMENTATIONS if implementation is None else (*IMPLEMENTATIONS, *_BY_NAME)
-    return dispatch("decode_attention", ways, (inputs,), case, implementation)
+    implementations = IMPLEMENTATIONS if implementation is None else (*IMPLEMENTATIONS, *_BY_NAME)
+    return dispatch("decode_attention", implementations, (inputs,), case, implementation)
 
 
 @_attend.defjvp
-def _refuse(how: How, implementation: str | None, primals: Any, tangents: Any) -> Any:
+def _refuse(settings: Settings, implementation: str | None, primals: Any, tangents: Any) -> Any:
     raise KernelError("decode_attention has no gradient: a cache is for generation; train with flash_attention")

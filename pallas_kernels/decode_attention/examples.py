@@ -1,4 +1,4 @@
-"""Cases that the gate compiles and the tuner times: the shapes that one device holds of a cache."""
+"""Cases that the gate compiles and the tuner times: shapes of a cache on one device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.decode_attention.inputs import How, Inputs
+from pallas_kernels.decode_attention.inputs import Inputs, Settings
 from pallas_kernels.dispatch import device
 from pallas_kernels.flash_attention.inputs import Score
 
@@ -29,19 +29,27 @@ def case(
     softcap: float | None = None,
     shared: bool = False,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """One implementation, for the device in scope: a function of local arrays, and their shapes.
+    """Return a function of local arrays and their shapes: one implementation, for the device in scope.
 
     Args:
-      run: of an implementation.
-      b, queries, t, h, kv, d, dv: rows, queries of each, keys, heads, key heads, widths of keys and values.
-      page: keys of a page; a row's by default.
-      stride, window, softcap: as `decode_attention`'s.
+      run: `run` of an implementation.
+      b: rows.
+      queries: queries of each row.
+      t: keys of each row.
+      h: query heads.
+      kv: key heads.
+      d: width of keys.
+      dv: width of values.
+      page: keys of a page; those of a row by default.
+      stride: as for `decode_attention`.
       dtype: of q, k and v.
+      window: as for `decode_attention`.
+      softcap: as for `decode_attention`.
       shared: values are the first widths of keys.
     """
     page = t if page is None else page
     entries = -(-t // page)
-    how = How(Score("softmax", d**-0.5, softcap, 0.0), window, dv, stride)
+    settings = Settings(Score("softmax", d**-0.5, softcap, 0.0), window, dv, stride)
 
     def array(*shape: int, dtype: str = dtype) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -54,4 +62,4 @@ def case(
         tables=array(b, entries, dtype="int32"),
         first=array(dtype="int32"),
     )
-    return lambda *arrays: run(device(), *arrays, how=how), (inputs,)
+    return lambda *arrays: run(device(), *arrays, settings=settings), (inputs,)

@@ -1,12 +1,13 @@
-"""Attention to a cache on Hopper, in Mosaic GPU: stream-K over the keys, pages by TMA from where they lie.
+"""Attention to a cache on Hopper in Mosaic GPU: stream-K over the keys, with pages copied by TMA from their place.
 
-As many blocks as multiprocessors each take an equal stretch of the list of all rows' and key heads' tiles (`split`). A
-block has one warpgroup that brings tiles by TMA, page by page as the row's table says, and two that compute, each with
-its half of a tile's keys and all queries of the key head: 64 rows of a wgmma, most of them empty, for what a block
-waits for is memory. Each writes a part for every row and head it met; the parts are merged by XLA.
+There are as many blocks as multiprocessors, and each takes an equal stretch of the list of all rows' and key heads'
+tiles (`split`). A block has one warpgroup that copies tiles by TMA, page by page in the order of the row's table, and
+two that compute, each with its half of a tile's keys and all queries of the key head: 64 rows of a wgmma, most of them
+empty, which costs nothing since memory is the bottleneck. Each writes a part for every row and head of its stretch, and
+XLA merges the parts.
 
-A page that no query sees is not read. What stands unseen in one of which a part is seen has weight 0, and has to be
-finite: it is multiplied.
+A page that no query sees is not read. Keys and values that no query sees, in a page that some query sees, have weight 0
+and have to be finite: they are multiplied.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.aot import SHARED_MEMORY
 from pallas_kernels.decode_attention import examples
-from pallas_kernels.decode_attention.inputs import How, Inputs
+from pallas_kernels.decode_attention.inputs import Inputs, Settings
 from pallas_kernels.decode_attention.split import Tiles, bounds, cost, merged, shares
 from pallas_kernels.dispatch import JAX_VERSION, Target, hopper
 from pallas_kernels.flash_attention.gpu_walk import (
@@ -41,30 +42,30 @@ from pallas_kernels.flash_attention.gpu_walk import (
 from pallas_kernels.tiles import lookup
 
 DTYPES = ("bfloat16", "float16")
-_SPARE = 2048  # bytes of shared memory for barriers and what Mosaic takes for itself
-_NOWHERE = 2**30  # a place after every query
+_SPARE = 2048  # bytes of shared memory for barriers and for Mosaic
+_NOWHERE = 2**30  # a position after every query
 
 
 def supported(
     target: Target,
     *,
-    how: How,
+    settings: Settings,
     q: tuple[int, ...],
     k: tuple[int, ...],
     v: tuple[int, ...] | None,
     entries: int,
     dtype: str,
 ) -> str | None:
-    """Why the kernel cannot serve a case, or `None`."""
+    """Return why the kernel cannot serve a case, or `None`."""
     if why := hopper(target):
         return why
-    if how.maximum is not None:
+    if settings.maximum is not None:
         return "a maximum that is given beforehand is left to XLA"
     if dtype not in DTYPES:
         return f"Hopper's tensor cores take {' and '.join(DTYPES)}, and {dtype} is left to XLA"
     if v is None:
         return "values that lie in the keys are left to XLA"
-    (_, page, kv, d), dv, rows = k, how.value_dim, q[1] * q[2] // k[2]
+    (_, page, kv, d), dv, rows = k, settings.value_dim, q[1] * q[2] // k[2]
     if d % 16 or dv % 16 or not (64 <= d <= 192 and 64 <= dv <= 128):
         return f"head widths are multiples of 16 from 64 to 192, of values to 128, in a kernel, not {d} and {dv}"
     if rows > ROWS:
@@ -85,43 +86,43 @@ def _tile(target: Target, d: int, dv: int) -> dict[str, Any]:
 
 
 def shared_memory(d: int, dv: int, tile: dict[str, Any]) -> int:
-    """Bytes of a block's buffers."""
+    """Return bytes of a block's buffers."""
     ring = tile["slots"] * tile["keys"] * (d + dv) + tile["queries"] * ROWS * d
     return 2 * ring + 4 * WARPGROUPS * ROWS * (_columns(dv) + 1) + _SPARE
 
 
 def _columns(dv: int) -> int:
-    """Of an output that are written at a time."""
+    """Return how many columns of an output are written at a time."""
     return math.gcd(dv, 64)
 
 
-def run(target: Target, inputs: Inputs, *, how: How, **_: Any) -> tuple[jax.Array, jax.Array]:
-    """Output and log-sum-exp."""
+def run(target: Target, inputs: Inputs, *, settings: Settings, **_: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the output and the log-sum-exp."""
     q, k, positions, tables, first = inputs.q, inputs.k, inputs.positions, inputs.tables, inputs.first
-    (b, n, h, d), kv, dv = q.shape, k.shape[2], how.value_dim
+    (b, n, h, d), kv, dv = q.shape, k.shape[2], settings.value_dim
     tile = _tile(target, d, dv)
     if target.interpret:
         tile["workers"] = min(2, tile["workers"])
-    tiles = Tiles.of(inputs, how, tile["keys"])
-    given = shares(tiles, inputs, how, workers=tile["workers"], heads=kv)
-    low, last = bounds(inputs, how)
-    entry_of = lambda place: (place // tiles.page - first) // how.stride  # noqa: E731
+    tiles = Tiles.of(inputs, settings, tile["keys"])
+    assigned = shares(tiles, inputs, settings, workers=tile["workers"], heads=kv)
+    low, last = bounds(inputs, settings)
+    entry_of = lambda place: (place // tiles.page - first) // settings.stride  # noqa: E731
     nearest, farthest = (jnp.clip(entry_of(x), 0, tables.shape[1] - 1) for x in (low + 1, last))
     rows = n * (h // kv)
-    # (B, K, rows, D): a key head's queries side by side
+    # (B, K, rows, D): the queries of a key head side by side
     packed = q.reshape(b, n, kv, h // kv, d).transpose(0, 2, 3, 1, 4).reshape(b, kv, rows, d)
     packed = jnp.pad(packed, ((0, 0), (0, 0), (0, ROWS - rows), (0, 0)))
     at = jnp.pad(jnp.tile(positions, (1, h // kv)), ((0, 0), (0, ROWS - rows)), constant_values=-1)
-    count = jnp.diff(given.offset)
-    of_rows = jnp.stack([given.lowest, given.offset[:-1] * kv, count, nearest, farthest], 1)
-    ends = (given.offset[:-1, None] * kv + (jnp.arange(kv, dtype=jnp.int32) + 1) * count[:, None]).reshape(-1)
+    count = jnp.diff(assigned.offset)
+    of_rows = jnp.stack([assigned.lowest, assigned.offset[:-1] * kv, count, nearest, farthest], 1)
+    ends = (assigned.offset[:-1, None] * kv + (jnp.arange(kv, dtype=jnp.int32) + 1) * count[:, None]).reshape(-1)
     which = lambda unit: jnp.sum(ends <= unit[:, None], 1, dtype=jnp.int32)  # noqa: E731
-    begin, end = given.begin[:-1], given.begin[1:]
+    begin, end = assigned.begin[:-1], assigned.begin[1:]
     pair = which(begin)
     pairs = jnp.where(end > begin, which(end - 1) - pair + 1, 0)
     plan = jnp.stack([begin, end, pair, pairs], 1)
-    out, lse = parts(target, packed, inputs, at, tables, plan, of_rows, first.reshape(1), how, tiles, tile, rows)
-    out, lse = merged(out, lse, given, heads=kv, inner=WARPGROUPS)
+    out, lse = parts(target, packed, inputs, at, tables, plan, of_rows, first.reshape(1), settings, tiles, tile, rows)
+    out, lse = merged(out, lse, assigned, heads=kv, inner=WARPGROUPS)
     ungroup = lambda x: x[:, :rows].reshape(b, kv, h // kv, n, *x.shape[2:])  # noqa: E731
     out, lse = ungroup(out).transpose(0, 3, 1, 2, 4), ungroup(lse).transpose(0, 3, 1, 2)
     return out.reshape(b, n, h, dv), lse.reshape(b, n, h)
@@ -136,24 +137,26 @@ def parts(
     plan: jax.Array,
     of_rows: jax.Array,
     first: jax.Array,
-    how: How,
+    settings: Settings,
     tiles: Tiles,
     tile: dict[str, Any],
     rows: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """What every warpgroup made of every row and key head it met, as `split.merged` takes it.
+    """Return each warpgroup's output and log-sum-exp for every row and key head of its stretch, for `split.merged`.
 
     Args:
-      target: what for.
+      target: the device to compile for.
       q: (B, K, 64, D).
       inputs: keys and values.
-      at: (B, 64), the place of each of q's rows, -1 where there is none.
+      at: (B, 64), the position of each of q's rows, -1 for an empty row.
       tables: (B, N).
-      plan: (workers, 4): of each its first unit, its end, the first row and key head, and how many of these.
-      of_rows: (B, 5): the first tile, the first unit, tiles, and the entries of the table from which to which is seen.
+      plan: (workers, 4): each worker's first unit, its end, its first row and key head, and the number of these.
+      of_rows: (B, 5): first tile, first unit, number of tiles, first and last entry of the table that is visible.
       first: (1,).
-      how, tiles, tile: statics.
-      rows: of q that are any.
+      settings: the op's settings.
+      tiles: how rows are cut into tiles.
+      tile: the tile sizes.
+      rows: rows of q that are not empty.
     """
     k, v, dtype = inputs.k, inputs.v, q.dtype
     assert v is not None
@@ -163,7 +166,11 @@ def parts(
     piece = min(tiles.page, half)  # keys of one copy
     copies = keys // piece
     shape = (ROWS, half)
-    weigher, row_layout, column_layout = Weigher(how.score), plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+    weigher, row_layout, column_layout = (
+        Weigher(settings.score),
+        plgpu.Layout.WGMMA.reduce(1),
+        plgpu.Layout.WGMMA.reduce(0),
+    )
 
     def kernel(
         q_ref: Any, k_ref: Any, v_ref: Any, at_ref: Any, tables_ref: Any, plan_ref: Any, rows_ref: Any, first_ref: Any,
@@ -176,7 +183,7 @@ def parts(
         start = first_ref[0]
 
         def segment(i: Any) -> tuple[Any, Any, Any, Any]:
-            """Row, key head, first tile and number of tiles of this block's i-th row and key head."""
+            """Return row, key head, first tile and number of tiles of this block's i-th row and key head."""
             row, head = lax.div(pair + i, kv), lax.rem(pair + i, kv)
             count = rows_ref[row, 2]
             unit = rows_ref[row, 1] + head * count
@@ -184,12 +191,12 @@ def parts(
             return row, head, low - unit + rows_ref[row, 0], lax.max(lax.min(end, unit + count) - low, 0)
 
         def back(n: Any) -> tuple[Any, Any]:
-            """Where in its page a tile begins, and how many keys of it the tile before has had."""
+            """Return where in its page a tile begins, and how many of its keys the previous tile has."""
             if tiles.per_page == 1:
                 return 0, 0
-            wanted = lax.rem(n, tiles.per_page) * keys
-            origin = lax.min(wanted, tiles.page - keys)
-            return origin, wanted - origin
+            regular = lax.rem(n, tiles.per_page) * keys
+            origin = lax.min(regular, tiles.page - keys)
+            return origin, regular - origin
 
         @pl.when(wg < WARPGROUPS)
         def _() -> None:
@@ -197,15 +204,15 @@ def parts(
                 plgpu.set_max_registers(216, action="increase")
 
             def places(n: Any) -> Any:
-                """The place of each of this warpgroup's keys of a tile."""
+                """Return the position of each of this warpgroup's keys of a tile."""
                 origin, had = back(n)
                 entry = lax.div(n, tiles.per_page) * tiles.pages
                 layout = column_layout
                 key = plgpu.broadcasted_iota(jnp.int32, (half,), 0, layout=layout) + wg * half
-                place = key + ((start + entry * how.stride) * tiles.page + origin)
-                if how.stride > 1 and tiles.pages > 1:  # a page is a power of two then
+                place = key + ((start + entry * settings.stride) * tiles.page + origin)
+                if settings.stride > 1 and tiles.pages > 1:  # here, a page is a power of two
                     apart = lax.shift_right_logical(key, tiles.page.bit_length() - 1)
-                    place = place + apart * ((how.stride - 1) * tiles.page)
+                    place = place + apart * ((settings.stride - 1) * tiles.page)
                 if tiles.per_page > 1 and tiles.page % keys:
                     place = jnp.where(key >= had, place, _NOWHERE)
                 if entries % tiles.pages:
@@ -228,8 +235,8 @@ def parts(
                     fold = weigher.folded
                     x = raw if fold is not None else weigher.base2(raw)[0]
                     seen = spread(mine, shape, 0) >= spread(place, shape, 1)
-                    if how.window is not None:
-                        seen = seen & (spread(mine - how.window, shape, 0) < spread(place, shape, 1))
+                    if settings.window is not None:
+                        seen = seen & (spread(mine - settings.window, shape, 0) < spread(place, shape, 1))
                     x = jnp.where(seen, x, -jnp.inf)
                     fold = 1.0 if fold is None else fold
                     higher = jnp.maximum(top, x.max(1) * fold)
@@ -241,7 +248,7 @@ def parts(
                     plgpu.barrier_wait(v_full.at[slot])
                     acc = accumulate(target, {"out": acc}, lambda add: add("out", p, v_s.at[slot, wg]))["out"]
                     if target.interpret:
-                        plgpu.commit_smem()  # its dot has read what TMA writes next
+                        plgpu.commit_smem()  # the interpreter's dot has read what TMA overwrites next
                     plgpu.barrier_arrive(v_free.at[slot])
                     return acc, top, sums
 
@@ -286,17 +293,17 @@ def parts(
                     slot = ring_k.slot(done + n)
                     origin, _ = back(tile0 + n)
                     entry = lax.div(tile0 + n, tiles.per_page) * tiles.pages
-                    # An entry that no query sees may be of another's page, and hold anything: the nearest seen instead.
+                    # An entry that no query sees may be any page, with any contents: read the nearest visible entry.
                     nearest, farthest = rows_ref[row, 3], rows_ref[row, 4]
-                    wanted = [lax.clamp(nearest, entry + p, farthest) for p in range(tiles.pages)]
-                    ids = [lax.clamp(0, tables_ref[row, e], total - 1) for e in wanted]
-                    for ring, ref, room, full in ((ring_k, k_ref, k_s, k_full), (ring_v, v_ref, v_s, v_full)):
+                    entries_read = [lax.clamp(nearest, entry + p, farthest) for p in range(tiles.pages)]
+                    ids = [lax.clamp(0, tables_ref[row, e], total - 1) for e in entries_read]
+                    for ring, ref, buffer, full in ((ring_k, k_ref, k_s, k_full), (ring_v, v_ref, v_s, v_full)):
                         ring.to_fill(done + n)
                         for c in range(copies):
                             key = c * piece
                             page = key // tiles.page if tiles.pages > 1 else 0
                             rows_ = pl.ds(origin + key - page * tiles.page, piece)
-                            into = room.at[slot, key // half, pl.ds(key % half, piece)]
+                            into = buffer.at[slot, key // half, pl.ds(key % half, piece)]
                             plgpu.copy_gmem_to_smem(ref.at[ids[page], rows_, head], into, full.at[slot])
 
                 lax.fori_loop(0, count, one, None)
@@ -307,7 +314,7 @@ def parts(
             ring_k.drain(done)
             ring_v.drain(done)
 
-    def room(*shape: int, dtype: Any = dtype) -> Any:
+    def buffer(*shape: int, dtype: Any = dtype) -> Any:
         return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1], dtype))
 
     barrier, made = plgpu.Barrier, workers + b * kv - 1
@@ -322,10 +329,10 @@ def parts(
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
         scratch_types=[
-            room(q_slots, ROWS, d),
-            room(slots, WARPGROUPS, half, d),
-            room(slots, WARPGROUPS, half, dv),
-            room(WARPGROUPS, ROWS, columns, dtype=jnp.float32),
+            buffer(q_slots, ROWS, d),
+            buffer(slots, WARPGROUPS, half, d),
+            buffer(slots, WARPGROUPS, half, dv),
+            buffer(WARPGROUPS, ROWS, columns, dtype=jnp.float32),
             plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
             barrier(num_barriers=q_slots),
             barrier(num_arrivals=copies, num_barriers=slots),
@@ -335,20 +342,20 @@ def parts(
             barrier(num_arrivals=WARPGROUPS, num_barriers=slots),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        **({"cost_estimate": cost(inputs, how)} if JAX_VERSION >= (0, 12) else {}),  # an argument since 0.12
+        **({"cost_estimate": cost(inputs, settings)} if JAX_VERSION >= (0, 12) else {}),  # an argument since 0.12
         **target.gpu(),
     )(q, k, v, at, tables, plan, of_rows, first)
 
 
 def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
-    """What ships, for the gate: (name, function, arguments)."""
+    """Yield (name, function, arguments) of what ships, for the gate."""
     for width in WIDTHS:
         for name, options in FEATURES.items():
             yield f"{width[0]}/{width[1]} {name}", *examples.case(run, d=width[0], dv=width[1], **options)
 
 
 WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128))
-"""Of keys and values, that have tiles of their own."""
+"""Widths of keys and values that have tiles in the table."""
 
 FEATURES: dict[str, dict[str, Any]] = {
     "contiguous": {},
@@ -357,4 +364,4 @@ FEATURES: dict[str, dict[str, Any]] = {
     "pages of 16, window, 4 queries": {"page": 16, "window": 1024, "queries": 4, "dtype": "float16"},
     "pages of 256, softcap": {"page": 256, "softcap": 30.0},
 }
-"""Arguments of `examples.case`."""
+"""Cases that the gate compiles: a name -> arguments of `examples.case`."""

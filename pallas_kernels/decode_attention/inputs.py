@@ -1,7 +1,7 @@
-"""What attention to a cache is given: arrays, what is known before tracing, and the checks before anything is traced.
+"""Arguments of attention to a cache: arrays, settings known before tracing, and the checks before tracing.
 
-Keys lie in pages, and a row's table names its pages in order; a cache without pages is one page a row. `first` and
-`stride` say which pages of a text a table names when devices have dealt them out among themselves.
+Keys lie in pages, and a row's table lists its pages in order; a cache without pages has one page per row. `first` and
+`stride` describe tables that list every `stride`-th page of a sequence, whose pages are spread over devices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pallas_kernels.arguments import as_int32, finite
 from pallas_kernels.errors import KernelError
 from pallas_kernels.flash_attention.inputs import Score
 
-__all__ = ["How", "Inputs", "checked", "starts"]
+__all__ = ["Inputs", "Settings", "checked", "starts"]
 
 _OP = "decode_attention"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -44,15 +44,15 @@ class Inputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
-    """What is known before tracing besides shapes.
+class Settings:
+    """Everything besides shapes that is known before tracing.
 
     Args:
       score: scale and soft-cap.
-      window: latest places a query sees, its own included, or `None`.
+      window: number of latest positions that a query sees, its own included, or `None`.
       value_dim: Dv.
-      stride: pages of a text from one of a table's entries to the next.
-      maximum: taken for the largest score of each query, or `None` to look for it.
+      stride: pages of the sequence from one table entry to the next.
+      maximum: used as the largest score of each query, or `None` to compute it.
     """
 
     score: Score
@@ -63,7 +63,7 @@ class How:
 
 
 def starts(first: Any, stride: int, page: int, entries: int) -> jax.Array:
-    """The place of the first key of each entry of a table, int32."""
+    """Return the position of the first key of each entry of a table, int32."""
     return (jnp.asarray(first, jnp.int32) + jnp.arange(entries, dtype=jnp.int32) * stride) * page
 
 
@@ -82,11 +82,14 @@ def checked(
     scale: Any,
     value_dim: int | None,
     maximum: Any,
-) -> tuple[Inputs, How]:
-    """The arguments of `decode_attention` in order, or a sentence on what is wrong with them.
+) -> tuple[Inputs, Settings]:
+    """Check and convert the arguments of `decode_attention`.
+
+    Returns:
+      the arrays and the settings.
 
     Raises:
-      KernelError: as documented there.
+      KernelError: as `decode_attention`.
     """
     q, k, v = jnp.asarray(q), jnp.asarray(k), None if v is None else jnp.asarray(v)
     _check_arrays(q, k, v)
@@ -95,10 +98,10 @@ def checked(
     positions = _positions(positions, lengths, b, n)
     tables = _tables(tables, b, pages)
     if tables.shape[1] * page * stride >= 2**30:
-        raise _error(f"{tables.shape[1]} pages of {page} keys, every {stride}-th of a text, pass place 2**30")
+        raise _error(f"{tables.shape[1]} pages of {page} keys, every {stride}-th of a sequence, pass position 2**30")
     if window is not None and (isinstance(window, bool) or not hasattr(window, "__index__") or int(window) < 1):
         raise _error(
-            f"window has to be an integer of at least 1 (the query's own place counts) or None, not {window!r}"
+            f"window has to be an integer of at least 1 (the query's own position counts) or None, not {window!r}"
         )
     if isinstance(stride, bool) or not isinstance(stride, int) or stride < 1:
         raise _error(f"stride has to be an integer of at least 1, not {stride!r}")
@@ -108,8 +111,8 @@ def checked(
     if first.ndim:
         raise _error(f"first has to be one integer, not of shape {first.shape}")
     score = Score("softmax", d**-0.5 if scale is None else scale, softcap, 0.0)
-    how = How(score, None if window is None else min(int(window), 2**30), value_dim, stride, maximum)
-    return Inputs(q, k, v, positions, tables, first), how
+    settings = Settings(score, None if window is None else min(int(window), 2**30), value_dim, stride, maximum)
+    return Inputs(q, k, v, positions, tables, first), settings
 
 
 def _error(what: str) -> KernelError:
@@ -144,7 +147,7 @@ def _value_dim(d: int, v: jax.Array | None, value_dim: int | None) -> int:
             raise _error(f"value_dim is {value_dim}, and v is {v.shape[3]} wide; leave value_dim out")
         return int(v.shape[3])
     if value_dim is None:
-        raise _error("without v, values are the first value_dim widths of k; name value_dim")
+        raise _error("without v, values are the first value_dim widths of k; set value_dim")
     if not 1 <= value_dim <= d:
         raise _error(f"value_dim has to be from 1 to the {d} widths of k, not {value_dim}")
     return value_dim
@@ -152,18 +155,18 @@ def _value_dim(d: int, v: jax.Array | None, value_dim: int | None) -> int:
 
 def _positions(positions: Any, lengths: Any, b: int, n: int) -> jax.Array:
     if (positions is None) == (lengths is None):
-        raise _error("name either positions, (rows, queries), or lengths, (rows,)")
-    name, given, want = ("lengths", lengths, (b,)) if positions is None else ("positions", positions, (b, n))
-    found = as_int32(_OP, name, given)
-    if found.shape != want:
-        raise _error(f"{name} has to be integers of shape {want}, not of shape {found.shape}")
-    return found if positions is not None else jnp.maximum(found[:, None] - n + jnp.arange(n, dtype=jnp.int32), -1)
+        raise _error("set either positions, (rows, queries), or lengths, (rows,)")
+    name, value, want = ("lengths", lengths, (b,)) if positions is None else ("positions", positions, (b, n))
+    array = as_int32(_OP, name, value)
+    if array.shape != want:
+        raise _error(f"{name} has to be integers of shape {want}, not of shape {array.shape}")
+    return array if positions is not None else jnp.maximum(array[:, None] - n + jnp.arange(n, dtype=jnp.int32), -1)
 
 
 def _tables(tables: Any, b: int, pages: int) -> jax.Array:
     if tables is None:
         if pages != b:
-            raise _error(f"there are {b} rows of queries and {pages} of keys; name a row's pages by tables")
+            raise _error(f"q has {b} rows and k has {pages} pages; set tables to list each row's pages")
         return jnp.asarray(np.arange(b, dtype=np.int32)[:, None])
     tables = as_int32(_OP, "tables", tables)
     if tables.ndim != 2 or tables.shape[0] != b or not tables.shape[1]:

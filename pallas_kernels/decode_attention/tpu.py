@@ -1,9 +1,9 @@
-"""Attention to a cache on TPUs: a tile of a row's keys a step, all heads at once, as many steps as there are tiles.
+"""Attention to a cache on TPUs: each grid step takes one tile of a row's keys, of all heads.
 
-Keys come as they lie, (keys, key heads, width), and are taken for so many keys of one head: a query meets those of all
-heads, and those of others are masked like keys that it does not see. A TPU's matrix unit takes 128 queries for the
-price of one, and nothing is sorted by heads. The tiles are listed beforehand (`split`), and the list is prefetched with
-the pages' tables, so that a page is brought from where it lies.
+Keys stay in their layout, (keys, key heads, width), and count as keys * heads keys of one head: a query meets the keys
+of all heads, and those of other heads are masked like keys that it does not see. A TPU's matrix unit takes 128 queries
+for the price of one, and nothing is transposed. The list of tiles is made beforehand (`split`) and prefetched with the
+pages' tables, so that each page is copied from its place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.decode_attention import examples
-from pallas_kernels.decode_attention.inputs import How, Inputs
+from pallas_kernels.decode_attention.inputs import Inputs, Settings
 from pallas_kernels.decode_attention.split import Tiles, bounds, cost, merged, shares
 from pallas_kernels.dispatch import Target
 from pallas_kernels.flash_attention.tpu_steps import LANES
@@ -26,23 +26,23 @@ from pallas_kernels.flash_attention.tpu_walk import VMEM_LIMIT, product, units
 from pallas_kernels.tiles import lookup
 
 _OPERANDS = 16
-"""Pages of a tile, each an operand of its own."""
+"""Most pages of a tile; each page is an operand of its own."""
 _SMEM = 2**19
-"""Bytes of tables and lists in scalar memory."""
+"""Most bytes of tables and lists in scalar memory."""
 
 
 def supported(
     target: Target,
     *,
-    how: How,
+    settings: Settings,
     q: tuple[int, ...],
     k: tuple[int, ...],
     v: tuple[int, ...] | None,
     entries: int,
     dtype: str,
 ) -> str | None:
-    """Why the kernel cannot serve a case, or `None`."""
-    if how.maximum is not None:
+    """Return why the kernel cannot serve a case, or `None`."""
+    if settings.maximum is not None:
         return "a maximum that is given beforehand is left to XLA"
     if dtype == "float16":
         return "TPUs compute in bfloat16 and float32; XLA converts float16"
@@ -51,7 +51,7 @@ def supported(
         return "a single key head lies in a TPU's memory row by row, and a kernel would need it copied"
     if rows > 256:
         return f"{q[1]} queries of {q[2]} heads are {rows} rows, and a kernel has 256; more are left to XLA"
-    needed = 4 * q[0] * (entries + _tiles(target, how, k, entries, dtype).count)
+    needed = 4 * q[0] * (entries + _tiles(target, settings, k, entries, dtype).count)
     if needed > _SMEM:
         return (
             f"the tables of {q[0]} rows and the list of their tiles take {needed} bytes of scalar memory, over {_SMEM}"
@@ -60,38 +60,47 @@ def supported(
 
 
 def lanes(x: jax.Array, n: int) -> jax.Array:
-    """(rows, 128) of equal lanes as (rows, n)."""
+    """Return (rows, 128) with equal lanes as (rows, n)."""
     return jnp.broadcast_to(x[:, :1], (x.shape[0], n))
 
 
-def _tiles(target: Target, how: How, k: tuple[int, ...], entries: int, dtype: str) -> Tiles:
+def _tiles(target: Target, settings: Settings, k: tuple[int, ...], entries: int, dtype: str) -> Tiles:
     columns = lookup("decode_attention", target.kind or "TPU", dtype=dtype, width=k[3])["columns"]
     keys = max(8, columns // k[2])
-    return Tiles(k[1], entries, how.stride, min(keys, k[1] * _OPERANDS))
+    return Tiles(k[1], entries, settings.stride, min(keys, k[1] * _OPERANDS))
 
 
-def run(target: Target, inputs: Inputs, *, how: How, **_: Any) -> tuple[jax.Array, jax.Array]:
-    """Output and log-sum-exp."""
+def run(target: Target, inputs: Inputs, *, settings: Settings, **_: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the output and the log-sum-exp."""
     q, k, v, positions, tables, first = inputs
-    (b, n, h, d), kv, dv, entries = q.shape, k.shape[2], how.value_dim, tables.shape[1]
-    tiles = _tiles(target, how, k.shape, entries, q.dtype.name)
+    (b, n, h, d), kv, dv, entries = q.shape, k.shape[2], settings.value_dim, tables.shape[1]
+    tiles = _tiles(target, settings, k.shape, entries, q.dtype.name)
     workers = lookup("decode_attention", target.kind or "TPU", dtype=q.dtype.name, width=d)["workers"]
-    given = shares(tiles, inputs, how, workers=workers, heads=1)
-    low, last = bounds(inputs, how)
+    assigned = shares(tiles, inputs, settings, workers=workers, heads=1)
+    low, last = bounds(inputs, settings)
     columns, packed = tiles.piece * kv, 8 * 4 // q.dtype.itemsize
     rows = n * h
     padded = -(-rows // packed) * packed
     fill = lambda x: jnp.pad(x, ((0, 0), (0, padded - rows), *[(0, 0)] * (x.ndim - 2)), constant_values=-1)  # noqa: E731
     at = jnp.broadcast_to(fill(jnp.repeat(positions, h, axis=1))[..., None], (b, padded, LANES))
     unit, exp = units(q.dtype)
-    score = how.score
-    # which row each step is of
+    score = settings.score
+    # the row of each step
     listed = jnp.arange(b * tiles.count, dtype=jnp.int32)
-    of_row = jnp.minimum(jnp.sum(given.offset[1:] <= listed[:, None], 1, dtype=jnp.int32), b - 1)
-    scalars = (tables.reshape(-1), of_row, given.lowest, given.offset, given.begin, low, last, first.reshape(1))
+    of_row = jnp.minimum(jnp.sum(assigned.offset[1:] <= listed[:, None], 1, dtype=jnp.int32), b - 1)
+    scalars = (
+        tables.reshape(-1),
+        of_row,
+        assigned.lowest,
+        assigned.offset,
+        assigned.begin,
+        low,
+        last,
+        first.reshape(1),
+    )
 
     def step_of(w: Any, s: Any, refs: Any) -> tuple[Any, Any, Any]:
-        """A step's place in the list, its row and the tile; those left over stay at the last."""
+        """Return a step's index in the list, its row and its tile; steps beyond the list stay at the last."""
         _, of_row, lowest, offset, begin, *_ = refs
         at = jnp.maximum(jnp.minimum(begin[w] + s, begin[w + 1] - 1), 0)
         row = of_row[at]
@@ -119,11 +128,11 @@ def run(target: Target, inputs: Inputs, *, how: How, **_: Any) -> tuple[jax.Arra
             if kv > 1:
                 group = lax.broadcasted_iota(jnp.int32, shape, 0)
                 own = lax.rem(lax.rem(group, h) // (h // kv), kv) == lax.rem(column, kv)
-            found, used = [], []
+            tile_scores, used = [], []
             for i in range(tiles.pages):
-                begins = tiles.begin(first[0], tile) + i * how.stride * tiles.page
+                begins = tiles.begin(first[0], tile) + i * settings.stride * tiles.page
                 within = tiles.page - tile % tiles.per_page * tiles.piece  # keys to the page's end
-                # a table's last tile may have fewer pages
+                # the last tile of a table may have fewer pages
                 within = jnp.where(tile // tiles.per_page * tiles.pages + i < entries, within, 0)
                 some = lambda x, most=within: jnp.clip(x, 0, jnp.minimum(most, tiles.piece)) * kv  # noqa: E731
                 raw = product(q_ref[...], keys[i][...].reshape(columns, d), (1, 1))
@@ -133,23 +142,23 @@ def run(target: Target, inputs: Inputs, *, how: How, **_: Any) -> tuple[jax.Arra
                     raw = (score.softcap * unit) * jnp.tanh(raw * (score.scale / score.softcap))
                 mine = at_ref[...]
                 seen = column < lanes(some(mine + 1 - begins), columns)
-                if how.window is not None:
-                    seen &= column >= lanes(some(mine + 1 - how.window - begins), columns)
-                found.append(jnp.where(seen if own is None else seen & own, raw, -jnp.inf))
+                if settings.window is not None:
+                    seen &= column >= lanes(some(mine + 1 - settings.window - begins), columns)
+                tile_scores.append(jnp.where(seen if own is None else seen & own, raw, -jnp.inf))
                 used.append((some(low[row] + 1 - begins), some(last[row] + 1 - begins)))
             top = top_ref[...]
             higher = top
-            for x in found:
+            for x in tile_scores:
                 higher = jnp.maximum(higher, x.max(1, keepdims=True))
             finite = jnp.where(higher == -jnp.inf, 0.0, higher)
             fade = exp(top - finite)
             total, acc = total_ref[...] * fade, acc_ref[...] * lanes(fade, dv)
-            for i, x in enumerate(found):
+            for i, x in enumerate(tile_scores):
                 weights = exp(x - lanes(finite, columns))
                 total = total + weights.sum(1, keepdims=True)
                 value = keys[i if v is None else tiles.pages + i][...].reshape(columns, -1)[:, :dv]
                 key = lax.broadcasted_iota(jnp.int32, value.shape, 0)
-                # what nobody sees may hold anything
+                # values that no query sees may be anything
                 value = jnp.where((key >= used[i][0]) & (key < used[i][1]), value, jnp.zeros_like(value))
                 acc = acc + product(weights.astype(value.dtype), value, (1, 0))
             top_ref[...], total_ref[...], acc_ref[...] = higher, total, acc
@@ -157,7 +166,7 @@ def run(target: Target, inputs: Inputs, *, how: How, **_: Any) -> tuple[jax.Arra
         @pl.when(live & ((place + 1 == begin[w + 1]) | (place + 1 == offset[row + 1])))
         def _end() -> None:
             total = total_ref[...]
-            some = total != 0  # no number is some: it has to be seen
+            some = total != 0  # true for NaN, so that it shows in the result
             total = jnp.where(some, total, 1.0)
             out_ref[...] = acc_ref[...] * lanes(1 / total, dv)
             lse_ref[...] = jnp.where(some, top_ref[...] * (1 / unit) + jnp.log(total), -jnp.inf)
@@ -181,7 +190,7 @@ def run(target: Target, inputs: Inputs, *, how: How, **_: Any) -> tuple[jax.Arra
     operands = [k] * tiles.pages + ([] if v is None else [v] * tiles.pages)
     specs = [of_keys(i, d) for i in pages] + ([] if v is None else [of_keys(i, dv) for i in pages])
     slots = workers + b - 1
-    steps = jnp.max(jnp.diff(given.begin))
+    steps = jnp.max(jnp.diff(assigned.begin))
     out, lse = pl.pallas_call(
         kernel,
         out_shape=(
@@ -198,15 +207,15 @@ def run(target: Target, inputs: Inputs, *, how: How, **_: Any) -> tuple[jax.Arra
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
         ),
-        cost_estimate=cost(inputs, how),
+        cost_estimate=cost(inputs, settings),
         interpret=target.tpu(),
     )(*scalars, fill(q.reshape(b, rows, d)), at, *operands)
-    found, lse = merged(out[:, None], lse[:, None, :, 0], given, heads=1)
-    return found[:, :rows].reshape(b, n, h, dv), lse[:, :rows].reshape(b, n, h)
+    out, lse = merged(out[:, None], lse[:, None, :, 0], assigned, heads=1)
+    return out[:, :rows].reshape(b, n, h, dv), lse[:, :rows].reshape(b, n, h)
 
 
 def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
-    """What ships, for the gate: (name, function, shapes)."""
+    """Yield (name, function, shapes) of what ships, for the gate."""
     for name, case in CASES.items():
         yield (name, *examples.case(run, **case))
 
@@ -221,4 +230,4 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16 256/128, values in keys": {"d": 256, "dv": 128, "kv": 2, "shared": True},
     "float32 128 pages of 16, 3 queries": {"dtype": "float32", "page": 16, "queries": 3},
 }
-"""What the gate compiles: a name -> arguments of `examples.case`."""
+"""Cases that the gate compiles: a name -> arguments of `examples.case`."""

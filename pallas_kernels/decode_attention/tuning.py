@@ -1,4 +1,4 @@
-"""What `python -m pallas_kernels.tune decode_attention` tries."""
+"""Keys, candidates and cases for `python -m pallas_kernels.tune decode_attention`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Key = dict[str, Any]
 
 
 def keys(platform: str) -> Iterator[Key]:
-    """What a tile depends on."""
+    """Yield what a tile depends on."""
     if platform == "tpu":
         for dtype, width in itertools.product(("bfloat16", "float32"), (64, 128, 256)):
             yield {"dtype": dtype, "width": width}
@@ -24,7 +24,7 @@ def keys(platform: str) -> Iterator[Key]:
 
 
 def candidates(platform: str, key: Key) -> Iterator[dict[str, int]]:
-    """Tiles, the likeliest first."""
+    """Yield tiles, the likeliest to be fast first."""
     if platform == "tpu":
         for columns, workers in itertools.product((2048, 4096, 1024), (1, 2)):
             yield {"columns": columns, "workers": workers}
@@ -36,11 +36,11 @@ def candidates(platform: str, key: Key) -> Iterator[dict[str, int]]:
 
 
 def build(platform: str, key: Key, tile: dict[str, int]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Long rows without pages with a tile, and the shapes of its arguments."""
-    room = tpu if platform == "tpu" else gpu
+    """Return a case of long rows without pages, with a tile, and the shapes of its arguments."""
+    module = tpu if platform == "tpu" else gpu
     options = {"dtype": key["dtype"]} if platform == "tpu" else {}
     fn, shapes = examples.case(
-        room.run, d=key["width"], dv=key["values" if platform == "gpu" else "width"], t=32768, **options
+        module.run, d=key["width"], dv=key["values" if platform == "gpu" else "width"], t=32768, **options
     )  # fmt: skip
 
     def with_tile(*arrays: Any) -> Any:

@@ -1,7 +1,6 @@
-"""Attention to a cache in plain XLA: a chunk of every row's keys at a time, by the online softmax, and no further than
-the longest row goes.
+"""Attention to a cache in plain XLA: the online softmax over chunks of every row's keys, up to the longest row's end.
 
-What is gathered is a chunk and never a copy of the pages, and on a CPU it stays in the processor's cache.
+Only a chunk is gathered at a time, never a copy of all pages; on a CPU it stays in the processor's cache.
 """
 
 from __future__ import annotations
@@ -13,85 +12,85 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.decode_attention.inputs import How, Inputs, starts
+from pallas_kernels.decode_attention.inputs import Inputs, Settings, starts
 from pallas_kernels.dispatch import Target
 
 __all__ = ["forward"]
 
 CHUNK_BYTES = 2**20
-"""Of the keys of all rows that are taken at a time on a CPU."""
+"""Bytes of the keys of all rows in a chunk on a CPU."""
 
 
 TOO_SMALL, TOO_LARGE = 1e-25, 1e25
-"""Sums of weights of a maximum that was given, beyond which too much of float32's range may be lost."""
+"""Limits of the sum of weights under a `maximum`; beyond them float32 may overflow or lose small weights."""
 
 
-def forward(target: Target, inputs: Inputs, how: How) -> tuple[jax.Array, jax.Array]:
-    """Output (B, Q, H, Dv) and log-sum-exp (B, Q, H), float32."""
-    out, lse, near = _forward(target, inputs, how)
+def forward(target: Target, inputs: Inputs, settings: Settings) -> tuple[jax.Array, jax.Array]:
+    """Return the output (B, Q, H, Dv) and the log-sum-exp (B, Q, H), float32."""
+    out, lse, near = _forward(target, inputs, settings)
     if near is None:
         return out, lse
-    anew = dataclasses.replace(how, maximum=None)
+    anew = dataclasses.replace(settings, maximum=None)
     return lax.cond(near, lambda: (out, lse), lambda: _forward(target, inputs, anew)[:2])
 
 
-def _forward(target: Target, inputs: Inputs, how: How) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """And, of a maximum that was given, whether it is near enough to all."""
+def _forward(target: Target, inputs: Inputs, settings: Settings) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Also return, with a `maximum`, whether it is near enough for all queries."""
     q, k, v, positions, tables, first = inputs
     (b, n, h, d), (_, page, kv, _), entries = q.shape, k.shape, tables.shape[1]
-    # Elsewhere a loop that data ends waits for the host in every turn.
+    # On other platforms a loop whose end depends on data waits for the host in every iteration: use one chunk.
     chunk = entries * page
     if target.platform == "cpu":
         fits = max(32, CHUNK_BYTES // (b * kv * d * k.dtype.itemsize))
         chunk = 1 << fits.bit_length() - 1
-    piece, taken = min(page, chunk), min(entries, max(1, chunk // page))
+    piece, chunk_pages = min(page, chunk), min(entries, max(1, chunk // page))
     grouped = q.reshape(b, n, kv, h // kv, d).transpose(0, 2, 1, 3, 4).reshape(b, kv, -1, d)
-    at = jnp.repeat(positions, h // kv, axis=1)[:, None, :, None]  # of a key head's queries
-    # weights of a maximum that was given may be large, which float16 is not made for
-    mixes = jnp.float32 if how.maximum is not None and q.dtype == jnp.float16 else (k if v is None else v).dtype
-    start = starts(first, how.stride, page, entries)
+    at = jnp.repeat(positions, h // kv, axis=1)[:, None, :, None]  # positions of a key head's queries
+    # weights under a `maximum` may be too large for float16
+    mixes = jnp.float32 if settings.maximum is not None and q.dtype == jnp.float16 else (k if v is None else v).dtype
+    start = starts(first, settings.stride, page, entries)
 
     def of_chunk(turn: Any) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Keys, values, and for each of them its place and whether it is to be looked at."""
+        """Return keys, values, their positions, and whether each is valid."""
         per_page = -(-page // piece)
-        entry, offset = turn // per_page * taken, turn % per_page * piece
-        wanted = entry + jnp.arange(taken)
-        # the last piece of a page reaches back over the one before, and the last chunk over the table's end
+        entry, offset = turn // per_page * chunk_pages, turn % per_page * piece
+        chunk_entries = entry + jnp.arange(chunk_pages)
+        # the last piece of a page overlaps the one before, and the last chunk extends beyond the table
         origin = jnp.minimum(offset, page - piece)
-        ids = jnp.take(tables, wanted, axis=1, mode="fill", fill_value=-1)
+        ids = jnp.take(tables, chunk_entries, axis=1, mode="fill", fill_value=-1)
         rows = jnp.maximum(ids, 0).reshape(-1)
 
         def take(x: jax.Array) -> jax.Array:
             if piece == page:
-                return x[rows].reshape(b, taken * page, *x.shape[2:])
+                return x[rows].reshape(b, chunk_pages * page, *x.shape[2:])
             cut = lambda row: lax.dynamic_slice(x, (row, origin, 0, 0), (1, piece, *x.shape[2:]))[0]  # noqa: E731
             return jax.vmap(cut)(rows).reshape(b, piece, *x.shape[2:])
 
         inside = origin + jnp.arange(piece)
-        place = (jnp.take(start, wanted, mode="clip")[:, None] + inside).reshape(-1)
-        there = ((ids >= 0)[:, :, None] & (inside >= offset)).reshape(b, -1)
+        place = (jnp.take(start, chunk_entries, mode="clip")[:, None] + inside).reshape(-1)
+        valid = ((ids >= 0)[:, :, None] & (inside >= offset)).reshape(b, -1)
         keys = take(k)
-        return keys, keys[..., : how.value_dim] if v is None else take(v), place, there
+        return keys, keys[..., : settings.value_dim] if v is None else take(v), place, valid
 
     def step(turn: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         acc, top, total, *sees = carry
-        keys, values, place, there = of_chunk(turn)
-        scores = jnp.einsum("bkgd,btkd->bkgt", grouped, keys, preferred_element_type=jnp.float32) * how.score.scale
-        if how.score.softcap is not None:
-            scores = how.score.softcap * jnp.tanh(scores / how.score.softcap)
+        keys, values, place, valid = of_chunk(turn)
+        scores = jnp.einsum("bkgd,btkd->bkgt", grouped, keys, preferred_element_type=jnp.float32) * settings.score.scale
+        if settings.score.softcap is not None:
+            scores = settings.score.softcap * jnp.tanh(scores / settings.score.softcap)
         behind = at - place
-        seen = (behind >= 0) & (at >= 0) & there[:, None, None]
-        if how.window is not None:
-            seen &= behind < how.window
+        seen = (behind >= 0) & (at >= 0) & valid[:, None, None]
+        if settings.window is not None:
+            seen &= behind < settings.window
         scores = jnp.where(seen, scores, -jnp.inf)
-        if how.maximum is None:
+        if settings.maximum is None:
             higher = jnp.maximum(top, scores.max(-1, keepdims=True))
             finite = jnp.where(higher == -jnp.inf, 0, higher)
             fade, weights = jnp.exp(top - finite), jnp.exp(scores - finite)
         else:
-            higher, fade, weights = top, jnp.ones_like(top), jnp.exp(scores - how.maximum)
+            higher, fade, weights = top, jnp.ones_like(top), jnp.exp(scores - settings.maximum)
             sees = [sees[0] | seen.any(-1, keepdims=True)]
-        used = seen.any((1, 2))[:, :, None, None]  # what nobody sees may hold anything
+        used = seen.any((1, 2))[:, :, None, None]  # values that no query sees may be anything
         mixed = jnp.einsum(
             "bkgt,btkd->bkgd",
             weights.astype(mixes),
@@ -102,22 +101,24 @@ def _forward(target: Target, inputs: Inputs, how: How) -> tuple[jax.Array, jax.A
 
     rows = grouped.shape[:3]
     carry = (
-        jnp.zeros((*rows, how.value_dim), jnp.float32),
-        jnp.full((*rows, 1), -jnp.inf if how.maximum is None else how.maximum, jnp.float32),
+        jnp.zeros((*rows, settings.value_dim), jnp.float32),
+        jnp.full((*rows, 1), -jnp.inf if settings.maximum is None else settings.maximum, jnp.float32),
         jnp.zeros((*rows, 1), jnp.float32),
-        *([] if how.maximum is None else [jnp.zeros((b, 1, rows[2], 1), bool)]),
+        *([] if settings.maximum is None else [jnp.zeros((b, 1, rows[2], 1), bool)]),
     )
-    turns = -(-entries // taken) * -(-page // piece)
+    turns = -(-entries // chunk_pages) * -(-page // piece)
     if turns == 1:
         acc, top, total, *sees = step(0, carry)
     else:
-        per_page, span = -(-page // piece), taken * page * how.stride
+        per_page, span = -(-page // piece), chunk_pages * page * settings.stride
         begins = start[0] + jnp.arange(turns) // per_page * span + jnp.arange(turns) % per_page * piece
         last = jnp.sum(begins <= positions.max())
-        lowest = jnp.where(positions < 0, 2**30, positions).min() - (2**30 if how.window is None else how.window)
+        lowest = jnp.where(positions < 0, 2**30, positions).min() - (
+            2**30 if settings.window is None else settings.window
+        )
         passed = jnp.sum(begins[1:] <= lowest + 1)
         acc, top, total, *sees = lax.fori_loop(passed, last, step, carry)
-    some = total != 0  # no number is some: it has to be seen
+    some = total != 0  # true for NaN, so that it shows in the result
     safe = jnp.where(some, total, 1)
     out = acc / safe
     lse = jnp.where(some, top + jnp.log(safe), -jnp.inf)[..., 0]

@@ -1,12 +1,12 @@
-"""Attention that packs, slides and shares heads, in memory that grows with the sequence and not with its square.
+"""Attention for packed, windowed and grouped-head inputs, in memory linear (not quadratic) in the sequence length.
 
     from pallas_kernels.flash_attention import flash_attention
     out = flash_attention(q, k, v, causal=True, segment_ids=ids)          # (B, S, H, Dv)
-    out, lse = flash_attention(q, k, v, causal=True, return_lse=True)     # to be merged with other keys' outputs
+    out, lse = flash_attention(q, k, v, causal=True, return_lse=True)     # to merge with the outputs of other keys
     dq, dk, dv = gradients(q, k, v, out, lse, dout, causal=True)          # of these keys, after such a merge
 
 First-order differentiable in reverse mode in q, k, v and bias. Under `jax.checkpoint`, a policy that saves the names
-"flash_out" and "flash_lse" keeps the backward pass from running the forward again.
+"flash_out" and "flash_lse" keeps the backward pass from running the forward pass again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 NAMES = ("flash_out", "flash_lse")
-"""What the residuals of the backward pass are called, for a `jax.checkpoint` policy."""
+"""Names of the backward pass' residuals, for a `jax.checkpoint` policy."""
 
 
 def flash_attention(
@@ -61,36 +61,38 @@ def flash_attention(
     implementation: str | None = None,
     blocks: Blocks | None = None,
 ) -> Any:
-    """Every query's mixture of the values whose keys it sees, weighted by softmax (or sigmoid) of their scores.
+    """Return, for each query, the sum of the values that it sees, weighted by softmax (or sigmoid) of their scores.
 
-    A score is soft-cap(scale * q k) + bias. It and the weights' sum are float32; both products take q's dtype.
+    A score is soft-cap(scale * q k) + bias. Scores and the sum of weights are float32; both matrix products multiply in
+    q's dtype.
 
     Args:
-      q: (B, S, H, D), float32, bfloat16 or float16.
-      k, v: (B, T, K, D) and (B, T, K, Dv) of the same dtype; H is a multiple of K, and query head h reads key head
-        h // (H / K). S and T may differ.
-      causal: a key after its query is not seen. Without `positions`, the last query stands at the last key.
-      segment_ids: integers; a query sees keys of its own id only. One (B, S) array where S is T, or a pair, (B, S) of
-        the queries and (B, T) of the keys. 0 is an id like any other: padding sees padding, and whoever pads drops it.
-      positions: integers in the same form, the order of tokens for `causal` and `window`; by default as they stand.
-      window: see this many latest positions only, the query's own included; without `causal`, to both sides.
+      q: (B, S, H, D) in float32, bfloat16 or float16.
+      k: (B, T, K, D) in q's dtype; H is a multiple of K, and query head h reads key head h // (H / K). S and T may
+        differ.
+      v: (B, T, K, Dv) in q's dtype.
+      causal: a query sees no key after it. Without `positions`, the last query is at the last key.
+      segment_ids: integers; a query sees only keys with its own id. One (B, S) array where S is T, or a pair: (B, S)
+        for the queries and (B, T) for the keys. 0 is an id like any other: padding sees padding, so drop padded rows.
+      positions: integers in the same form, the order of tokens for `causal` and `window`; by default their indices.
+      window: a query sees only this many latest positions, its own included; without `causal`, to both sides.
       softcap: scores become `softcap * tanh(score / softcap)` before the bias (Gemma 2).
       scale: factor on the scores; 1 / sqrt(D) by default.
-      bias: a number or an array that broadcasts to (B, H, S, T), added to the scores. One with both S and T is itself
+      bias: a number or an array that broadcasts to (B, H, S, T), added to the scores. With both S and T it is itself
         as large as the scores, and so is its gradient.
-      kind: "softmax", or "sigmoid" of each score (Ramapuram et al. 2024), whose bias is -log(T) unless one is given.
-      return_lse: also return the float32 log-sum-exp of the seen scores, (B, S, H), -inf where there are none. Its
-        cotangent is taken.
-      deterministic: equal bits on every run, where an implementation offers a faster way without.
-      implementation: "mosaic_gpu", "cudnn", "mosaic_tpu", "xla" or "dense" (the S x T reference); `None` is the best
-        here. A named one is also the one that the gradient uses.
-      blocks: a block-sparse mask besides, over indices.
+      kind: "softmax", or "sigmoid" of each score (Ramapuram et al. 2024), whose bias is -log(T) unless `bias` is set.
+      return_lse: also return the float32 log-sum-exp of the visible scores, (B, S, H), -inf where there are none. It is
+        differentiable.
+      deterministic: return the same bits on every run; implementations may have a faster mode without.
+      implementation: "mosaic_gpu", "cudnn", "mosaic_tpu", "xla" or "dense" (the S x T reference); `None` chooses the
+        best here. The gradient uses a named implementation, too.
+      blocks: an additional block-sparse mask, over indices.
 
     Returns:
-      (B, S, H, Dv) in q's dtype, or that and the log-sum-exp. A row that sees nothing is 0, its gradients too.
+      (B, S, H, Dv) in q's dtype, or that and the log-sum-exp. A row that sees nothing is 0, and so are its gradients.
 
     Raises:
-      KernelError: shapes that do not fit, an option out of range, or a named implementation that cannot do this here.
+      KernelError: shapes do not fit, an option is out of range, or a named implementation does not support this here.
     """
     inputs, mask, score = checked(
         q,
@@ -107,8 +109,8 @@ def flash_attention(
         return_lse=return_lse,
         blocks=blocks,
     )
-    how = Settings(mask, score, bool(return_lse), bool(deterministic), implementation)
-    out, lse = _attend(inputs, how)
+    settings = Settings(mask, score, bool(return_lse), bool(deterministic), implementation)
+    out, lse = _attend(inputs, settings)
     return (out, lse) if return_lse else out
 
 
@@ -130,29 +132,38 @@ def gradients(
     deterministic: bool = False,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What some of the keys add to the cotangents, given the output and log-sum-exp that all keys together made.
+    """Return what some of the keys contribute to the cotangents, from the output and log-sum-exp over all keys.
 
-    Summed over parts that share no key, this is the gradient of attention to all of them: how a ring of devices, each
-    with a part, goes backwards without keeping a weight.
+    The sum over parts that share no key is the gradient of attention to all of them. A ring of devices, each with a
+    part of the keys, uses this in its backward pass, without saving weights.
 
     Args:
-      q, dout: all queries concerned, (B, S, H, D), and the cotangent of their output, (B, S, H, Dv).
-      k, v: this part of the keys and values.
-      out, lse: of attention to every part, (B, S, H, Dv) and float32 (B, S, H).
-      dlse: the cotangent of `lse`; none by default. Only sum(out * dout) - dlse is read, so `out` may be zeros where
-        `dlse` brings the negative of that sum.
-      causal, segment_ids, positions, window, softcap, scale, deterministic, implementation: those of
-        `flash_attention`, of this part.
+      q: all queries concerned, (B, S, H, D).
+      k: this part of the keys, (B, T, K, D).
+      v: this part of the values, (B, T, K, Dv).
+      out: output of attention to every part, (B, S, H, Dv).
+      lse: log-sum-exp over every part, float32 (B, S, H).
+      dout: cotangent of the output, (B, S, H, Dv).
+      dlse: cotangent of `lse`; 0 by default. Only sum(out * dout) - dlse is read, so `out` may be zeros where `dlse`
+        holds the negative of that sum.
+      causal: as for `flash_attention`, for this part of the keys, like all that follow.
+      segment_ids: integers (B, S), or (B, S) and (B, T).
+      positions: integers in the same form.
+      window: a number of positions.
+      softcap: a positive number or `None`.
+      scale: factor on the scores.
+      deterministic: return the same bits on every run.
+      implementation: as for `flash_attention`, but not "dense".
 
     Returns:
-      cotangents of q, k and v, in their dtype.
+      cotangents of q, k and v, in their dtypes.
 
     Raises:
-      KernelError: as `flash_attention`, or an implementation that makes a log-sum-exp of its own.
+      KernelError: as `flash_attention`, or the implementation computes its own log-sum-exp.
     """
     if implementation == "dense":
         raise KernelError(
-            "flash_attention.gradients: 'dense' makes its own log-sum-exp, of these keys alone; use 'xla'"
+            "flash_attention.gradients: 'dense' computes its own log-sum-exp, over these keys alone; use 'xla'"
         )
     inputs, mask, score = checked(
         q,
@@ -169,24 +180,26 @@ def gradients(
         return_lse=True,
         blocks=None,
     )
-    how = Settings(mask, score, True, bool(deterministic), implementation)
+    settings = Settings(mask, score, True, bool(deterministic), implementation)
     dlse = jnp.zeros_like(lse) if dlse is None else dlse
-    dq, dk, dv, _ = _run("backward", how, inputs, out, lse, dout, dlse)
+    dq, dk, dv, _ = _run("backward", settings, inputs, out, lse, dout, dlse)
     return dq, dk, dv
 
 
 # ---- implementations
 
 
-def _run_plain(room: Any, target: Target, inputs: Inputs, *others: Any, direction: str, how: Settings, **_: Any) -> Any:
+def _run_plain(
+    module: Any, target: Target, inputs: Inputs, *others: Any, direction: str, settings: Settings, **_: Any
+) -> Any:
     if direction == "forward":
-        return room.forward(inputs, how.mask, how.score)
-    return room.backward(inputs, how.mask, how.score, *others)
+        return module.forward(inputs, settings.mask, settings.score)
+    return module.backward(inputs, settings.mask, settings.score, *others)
 
 
 def _run_dense(target: Target, inputs: Inputs, *others: Any, direction: str, **case: Any) -> Any:
     if direction == "backward":
-        others = others[2:]  # it makes output and log-sum-exp again
+        others = others[2:]  # it computes output and log-sum-exp again
     return _run_plain(reference, target, inputs, *others, direction=direction, **case)
 
 
@@ -200,17 +213,17 @@ IMPLEMENTATIONS = (
     Implementation("mosaic_tpu", ("tpu",), tpu.supported, tpu.run),
     Implementation("xla", (), _anywhere, functools.partial(_run_plain, xla)),
 )
-"""What is chosen from, best first."""
+"""The implementations that `None` chooses from, best first."""
 
 _BY_NAME = (Implementation("dense", (), _anywhere, _run_dense),)
-"""What has to be asked for."""
+"""Implementations that are used only when they are named."""
 
 
-def _run(direction: str, how: Settings, inputs: Inputs, *others: Any) -> Any:
+def _run(direction: str, settings: Settings, inputs: Inputs, *others: Any) -> Any:
     q, k, v, bias, tokens = inputs
     case = {
         "direction": direction,
-        "how": how,
+        "settings": settings,
         "q": q.shape,
         "k": k.shape,
         "v": v.shape,
@@ -219,29 +232,31 @@ def _run(direction: str, how: Settings, inputs: Inputs, *others: Any) -> Any:
         "positions": tokens.q_positions is not None,
         "dtype": q.dtype.name,
     }
-    ways = IMPLEMENTATIONS if how.implementation is None else (*IMPLEMENTATIONS, *_BY_NAME)
-    return dispatch("flash_attention", ways, (inputs, *others), case, how.implementation)
+    implementations = IMPLEMENTATIONS if settings.implementation is None else (*IMPLEMENTATIONS, *_BY_NAME)
+    return dispatch("flash_attention", implementations, (inputs, *others), case, settings.implementation)
 
 
-# ---- gradients: one tree of residuals, whatever the implementation
+# ---- gradients, with the same tree of residuals for every implementation
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attend(inputs: Inputs, how: Settings) -> tuple[jax.Array, jax.Array | None]:
-    return _run("forward", how, inputs)
+def _attend(inputs: Inputs, settings: Settings) -> tuple[jax.Array, jax.Array | None]:
+    return _run("forward", settings, inputs)
 
 
-def _attend_forward(inputs: Inputs, how: Settings) -> tuple[Any, tuple[Inputs, jax.Array, jax.Array | None]]:
-    out, lse = _run("forward", how, inputs)
+def _attend_forward(inputs: Inputs, settings: Settings) -> tuple[Any, tuple[Inputs, jax.Array, jax.Array | None]]:
+    out, lse = _run("forward", settings, inputs)
     out = checkpoint_name(out, NAMES[0])
     lse = None if lse is None else checkpoint_name(lse, NAMES[1])
     return (out, lse), (inputs, out, lse)
 
 
-def _attend_backward(how: Settings, kept: tuple[Inputs, jax.Array, jax.Array | None], given: Any) -> tuple[Inputs]:
-    inputs, out, lse = kept
-    dout, dlse = given
-    dq, dk, dv, dbias = _run("backward", how, inputs, out, lse, dout, dlse)
+def _attend_backward(
+    settings: Settings, residuals: tuple[Inputs, jax.Array, jax.Array | None], cotangents: Any
+) -> tuple[Inputs]:
+    inputs, out, lse = residuals
+    dout, dlse = cotangents
+    dq, dk, dv, dbias = _run("backward", settings, inputs, out, lse, dout, dlse)
     return (Inputs(dq, dk, dv, dbias, Tokens()),)
 
 

@@ -1,15 +1,15 @@
-"""Attention by cuDNN, called through JAX: for NVIDIA GPUs that the Hopper kernels do not serve.
+"""Attention by cuDNN, called through JAX, for NVIDIA GPUs without our Hopper kernels.
 
-`jax.nn.dot_product_attention(..., implementation="cudnn")` rounds the log-sum-exp to 16 bits, and saves its residuals
-under no name, so that a `jax.checkpoint` policy would run its forward pass again. The two rules of its gradient return
-and take that log-sum-exp in float32. They are private: where a version of JAX lacks them, or gives them other
-parameters, `supported` says so and XLA computes.
+`jax.nn.dot_product_attention(..., implementation="cudnn")` rounds the log-sum-exp to 16 bits, and its residuals have no
+names, so that a `jax.checkpoint` policy would run its forward pass again. The two rules of its gradient return and take
+that log-sum-exp in float32. They are private: where a version of JAX lacks them, or gives them other parameters,
+`supported` returns a sentence about it and XLA computes.
 
 Why it comes before XLA: cuDNN is about as fast as FlashAttention-2 on an A100 (135 against 136 TFLOP/s forward, 69
 against 79 with the gradient) and faster on compute capability 8.6 (62 and 51; 25 and 24) and 8.9 (106 and 86; 28 and
-24), medians of https://github.com/pytorch/pytorch/pull/192799. On an H100, attention that holds its scores reaches 52
+24), medians of https://github.com/pytorch/pytorch/pull/192799. On an H100, attention that stores its scores reaches 52
 to 73 TFLOP/s forward and cuDNN 335 to 413, from 512 to 16k tokens (FlashAttention-3, Shah et al. 2024, width 64).
-Nobody has run this file on such a card.
+This file has not been run on such a GPU.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import HOPPER, Target
-from pallas_kernels.flash_attention.inputs import Inputs, Score
+from pallas_kernels.flash_attention.inputs import Inputs, Score, Settings
 from pallas_kernels.flash_attention.masks import Mask
 
 __all__ = ["run", "supported"]
 
 DTYPES = ("bfloat16", "float16")
 WIDEST = 128
-"""Elements of a head that every such GPU takes, forward and backward."""
+"""Widest head that every such GPU supports, forward and backward."""
 LEAST = 90800
-"""The oldest cuDNN that JAX's own packages ask for: 9.8.0."""
+"""The oldest cuDNN that JAX's own packages require: 9.8.0."""
 BROKEN = (91000, 91001)
-"""Versions whose attention NVIDIA's frontend refuses for known bugs."""
+"""Versions whose attention NVIDIA's frontend refuses because of known bugs."""
 
 _ARRAYS = ("query", "key", "value")
 _UNUSED = ("bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k", "page_table_v", "score_mod_args")
@@ -51,17 +51,17 @@ _OPTIONS = (
     "cudnn_version",
     "return_residual",
 )
-"""Parameters of JAX's two rules, of jax 0.10 to 0.12; the first of the options stands behind all arrays."""
+"""Parameters of JAX's two rules, from jax 0.10 to 0.12; the first of the options follows all arrays."""
 _AMPERE = re.compile(
     r"\b(A(2|10G?|16|30X?|40|100X?|800)|RTX (A\d+|[345]0[5-9]0|PRO)|Ada|L(2|4|20|40S?)|G?B(10|100|200|300))\b"
 )
-"""What the device kind of a GPU of compute capability 8.0 or more contains, Hopper's apart."""
+"""What the device kind of a GPU of compute capability 8.0 or more contains, except Hopper."""
 
 
 def supported(
     target: Target,
     *,
-    how: Any,
+    settings: Settings,
     q: tuple[int, ...],
     k: tuple[int, ...],
     v: tuple[int, ...],
@@ -71,8 +71,8 @@ def supported(
     dtype: str,
     **_: Any,
 ) -> str | None:
-    """Why cuDNN does not serve a case, or `None`; the same for both directions."""
-    mask, score = how.mask, how.score
+    """Return why cuDNN does not serve a case, or `None`; the same for both directions."""
+    mask, score = settings.mask, settings.score
     s, t, d, dv = q[1], k[1], q[3], v[3]
     refusals = (
         (dtype not in DTYPES, f"cuDNN takes {' and '.join(DTYPES)}, and {dtype} is left to XLA"),
@@ -85,8 +85,8 @@ def supported(
         (mask.blocks is not None, "JAX gives cuDNN no block-sparse mask; blocks are left to XLA"),
         (mask.window is not None and not mask.causal, "cuDNN's window is causal; one to both sides is left to XLA"),
         (mask.causal and s != t, f"cuDNN would align {s} queries with the first of {t} keys, not the last; XLA does"),
-        (how.return_lse, "cuDNN's gradient takes no cotangent of the log-sum-exp; return_lse is left to XLA"),
-        (how.deterministic, "cuDNN's gradient may differ between runs; deterministic=True is left to XLA"),
+        (settings.return_lse, "cuDNN's gradient takes no cotangent of the log-sum-exp; return_lse is left to XLA"),
+        (settings.deterministic, "cuDNN's gradient may differ between runs; deterministic=True is left to XLA"),
         (d != dv, f"cuDNN takes values as wide as keys; {dv} and {d} are left to XLA"),
         (d % 8 > 0 or d > WIDEST, f"cuDNN takes head widths that are multiples of 8 up to {WIDEST}, not {d}"),
         (s == 1, "a single query is left to XLA, for cuDNN has no gradient of it"),
@@ -95,16 +95,16 @@ def supported(
     return _missing(target) or next((why for refused, why in refusals if refused), None)
 
 
-def run(target: Target, inputs: Inputs, *others: Any, direction: str, how: Any, **_: Any) -> Any:
-    """`forward` or `backward`."""
+def run(target: Target, inputs: Inputs, *others: Any, direction: str, settings: Settings, **_: Any) -> Any:
+    """Call `forward` or `backward`."""
     if direction == "forward":
-        return forward(inputs, how.mask, how.score)
-    out, lse, dout, _ = others  # the last is the cotangent of a log-sum-exp that nobody asked for
-    return backward(inputs, how.mask, how.score, out, lse, dout)
+        return forward(inputs, settings.mask, settings.score)
+    out, lse, dout, _ = others  # the last is the cotangent of a log-sum-exp that the caller does not get
+    return backward(inputs, settings.mask, settings.score, out, lse, dout)
 
 
 def forward(inputs: Inputs, mask: Mask, score: Score) -> tuple[jax.Array, jax.Array]:
-    """The output in q's dtype, and the float32 log-sum-exp (B, S, H)."""
+    """Return the output in q's dtype, and the float32 log-sum-exp (B, S, H)."""
 
     def call(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
         arrays, options = _arguments((q, k, v), mask, score)
@@ -117,7 +117,7 @@ def forward(inputs: Inputs, mask: Mask, score: Score) -> tuple[jax.Array, jax.Ar
 def backward(
     inputs: Inputs, mask: Mask, score: Score, out: jax.Array, lse: jax.Array, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    """Cotangents of q, k and v."""
+    """Return the cotangents of q, k and v, and `None` for a bias."""
 
     def call(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
         out, lse, dout = rest
@@ -129,9 +129,9 @@ def backward(
 
 
 def _in_one_batch(call: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., tuple[jax.Array, ...]]:
-    """`call`, whose arrays all begin with the batch, where `vmap` makes the batch larger.
+    """Make `vmap` of `call`, whose arrays all begin with the batch, enlarge the batch.
 
-    JAX's own rule for `vmap` fails where some of the arrays have no such axis (0.10), or another than the first.
+    JAX's own rule for `vmap` fails where some of the arrays have no such axis (0.10), or one that is not the first.
     """
     batched = jax.custom_batching.custom_vmap(call)
 
@@ -151,19 +151,19 @@ def _in_one_batch(call: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., t
 
 
 def _arguments(arrays: tuple[jax.Array, ...], mask: Mask, score: Score) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The arrays and the options of both rules, in their order: what `jax.nn.dot_product_attention` gives them."""
+    """Return the arrays and the options of both rules in order, as `jax.nn.dot_product_attention` passes them."""
     binding, (q, k, *_) = _binding(), arrays
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         **dict(zip(_ARRAYS, arrays, strict=True)),
         **dict.fromkeys(_UNUSED, jnp.zeros(0, q.dtype)),
         "score_mod_args": (),
         "scale": score.scale,
-        "seed": 42,  # of no dropout
+        "seed": 42,  # unused without dropout
         "dropout_rate": 0.0,
-        "variadic_args": (False, False),  # no bias, and so none of its gradient
+        "variadic_args": (False, False),  # no bias, and no gradient of it
         "mask_type": binding.MaskType.CAUSAL if mask.causal else binding.MaskType.NO_MASK,
         "layout": binding.AttentionLayout.BTNH.value,
-        # The query's own position counts, as in `Mask`. A window of all keys is none.
+        # The query's own position counts, as in `Mask`. A window of all keys is no window.
         "sliding_window_length": mask.window if mask.window is not None and mask.window < k.shape[1] else None,
         "score_mod": None,
         "cudnn_version": binding.check_cudnn_version(),
@@ -171,11 +171,11 @@ def _arguments(arrays: tuple[jax.Array, ...], mask: Mask, score: Score) -> tuple
     }
     names = _parameters(binding._dot_product_attention_fwd_rule)
     first = names.index(_OPTIONS[0])
-    return tuple(given[n] for n in names[:first]), tuple(given[n] for n in names[first:])
+    return tuple(values[n] for n in names[:first]), tuple(values[n] for n in names[first:])
 
 
 def _binding() -> Any:
-    """JAX's module that calls cuDNN."""
+    """Return JAX's module that calls cuDNN."""
     return importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
 
 
@@ -184,7 +184,7 @@ def _parameters(rule: Callable[..., Any]) -> list[str]:
 
 
 def _missing(target: Target) -> str | None:
-    """Why cuDNN's attention cannot be called for `target` at all, or `None`."""
+    """Return why cuDNN's attention cannot be called for `target` at all, or `None`."""
     if target.interpret:
         return "cuDNN is a library for GPUs and has no interpreter"
     kind = target.kind or "an unknown device"
@@ -214,15 +214,15 @@ def _present(kind: str) -> bool:
 
 
 def _unknown_rules() -> str | None:
-    """Why the rules of this version of JAX cannot be called, or `None`."""
+    """Return why the rules of this version of JAX cannot be called, or `None`."""
     try:
         binding = _binding()
         names = _parameters(binding._dot_product_attention_fwd_rule)
         backward = _parameters(binding._dot_product_attention_bwd_rule)
-        found = all(hasattr(binding, n) for n in ("check_cudnn_version", "MaskType", "AttentionLayout"))
+        complete = all(hasattr(binding, n) for n in ("check_cudnn_version", "MaskType", "AttentionLayout"))
     except (ImportError, AttributeError):
-        found = False
-    if not found:
+        complete = False
+    if not complete:
         return f"jax {jax.__version__} has no rules for cuDNN's attention where this looks for them"
     # The backward rule takes the same options, then the residuals and the cotangents.
     known = {*_ARRAYS, *_UNUSED, *_OPTIONS}.issuperset(names) and _OPTIONS[0] in names

@@ -1,4 +1,4 @@
-"""Cases that the gate compiles and the tuner times: the shapes that one device holds of a long sequence."""
+"""Cases that the gate compiles and the tuner times: shapes of a long sequence on one device."""
 
 from __future__ import annotations
 
@@ -31,20 +31,30 @@ def case(
     positions: bool = False,
     deterministic: bool = False,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """One direction of one implementation, for the device in scope: a function of local arrays, and their shapes.
+    """Return a function of local arrays and their shapes: one direction of one implementation, for the device in scope.
 
     Args:
-      run: of an implementation.
+      run: `run` of an implementation.
       direction: "forward" or "backward".
-      mask: what is seen.
-      b, s, t, h, kv, d, dv: examples, queries, keys (as many by default), heads, key heads, widths of keys and values.
+      mask: the mask.
+      b: examples.
+      s: queries.
+      t: keys; as many as queries by default.
+      h: query heads.
+      kv: key heads.
+      d: width of keys.
+      dv: width of values.
       dtype: of q, k and v.
-      kind, softcap: of the scores.
-      segments, positions: whether tokens have them.
-      deterministic: of the backward pass.
+      kind: as for `flash_attention`.
+      softcap: as for `flash_attention`.
+      segments: whether tokens have segment ids.
+      positions: whether tokens have positions.
+      deterministic: as for `flash_attention`.
     """
     t = s if t is None else t
-    how = Settings(mask, Score(kind, d**-0.5, softcap, -1.0 if kind == "sigmoid" else 0.0), False, deterministic, None)
+    settings = Settings(
+        mask, Score(kind, d**-0.5, softcap, -1.0 if kind == "sigmoid" else 0.0), False, deterministic, None
+    )
 
     def array(*shape: int, dtype: str = dtype) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -54,4 +64,4 @@ def case(
     inputs = Inputs(array(b, s, h, d), array(b, t, kv, d), array(b, t, kv, dv), None, tokens)
     out, rows = array(b, s, h, dv), array(b, s, h, dtype="float32") if kind == "softmax" else None
     others = (out, rows, out, rows) if direction == "backward" else ()
-    return lambda *arrays: run(device(), *arrays, direction=direction, how=how), (inputs, *others)
+    return lambda *arrays: run(device(), *arrays, direction=direction, settings=settings), (inputs, *others)

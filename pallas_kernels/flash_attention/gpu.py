@@ -1,11 +1,11 @@
-"""Attention for Hopper in Mosaic GPU: what it takes, and how arrays are laid out for the kernels.
+"""Attention for Hopper in Mosaic GPU: supported cases, and how arrays are laid out for the kernels.
 
-Sequences are filled up to whole tiles, and which tiles meet is worked out from `masks.tile_table`, for each example.
-Where a tile of 128 queries would be half empty, the query heads of a key head are packed into it, each query with its
-position at hand. The backward pass is one kernel for widths of 64 and 128, and where several are needed:
+Sequences are padded to whole tiles, and `masks.tile_table` decides for each example which tiles meet. Where a tile of
+128 queries would be half empty, the query heads of a key head are packed into it, each query with its position. The
+backward pass is one kernel for widths of 64 and 128, and several kernels in these cases:
 
   deterministic, or another width            keys and values together, queries      7 products of tiles, in place of 5
-  width 64 with a soft-cap                   the same: its slope takes the registers
+  width 64 with a soft-cap                   the same: the soft-cap's slope takes the registers
   widths that add up to more than 256        values, keys, queries                  8
 """
 
@@ -28,13 +28,13 @@ from pallas_kernels.flash_attention.gpu_forward import attend, shared_memory
 from pallas_kernels.flash_attention.gpu_keys import of_keys
 from pallas_kernels.flash_attention.gpu_queries import of_queries
 from pallas_kernels.flash_attention.gpu_walk import LOG2E, ROWS, WARPGROUPS, Seen, Walk, Weigher
-from pallas_kernels.flash_attention.inputs import Inputs, Score
+from pallas_kernels.flash_attention.inputs import Inputs, Score, Settings
 from pallas_kernels.flash_attention.masks import Mask, Visits, masked, tile_table, visits
 from pallas_kernels.flash_attention.xla import of_rows
 from pallas_kernels.tiles import lookup
 
 TILE = ROWS * WARPGROUPS
-"""Queries, or keys, that stay with a block."""
+"""Queries, or keys, that stay in a block."""
 DTYPES = ("bfloat16", "float16")
 _FUSED = (64, 128)
 
@@ -43,7 +43,7 @@ def supported(
     target: Target,
     *,
     direction: str,
-    how: Any,
+    settings: Settings,
     q: tuple[int, ...],
     v: tuple[int, ...],
     bias: tuple[int, ...] | None,
@@ -52,7 +52,7 @@ def supported(
     dtype: str,
     **_: Any,
 ) -> str | None:
-    """Why the kernels cannot serve a case, or `None`."""
+    """Return why the kernels cannot serve a case, or `None`."""
     if why := hopper(target):
         return why
     if dtype not in DTYPES:
@@ -64,11 +64,13 @@ def supported(
         return f"head widths are multiples of 16 from 64 to 256 in a kernel, not {d} and {dv}"
     if 0 in q:
         return "there is nothing to compute"
-    tile = lookup("flash_attention", target.kind, kernel="forward", **_key(d, dv, how.score, segments or positions))
+    tile = lookup(
+        "flash_attention", target.kind, kernel="forward", **_key(d, dv, settings.score, segments or positions)
+    )
     keys, slots = tile["keys"], tile["slots"]
     if dv > d or (d != dv and shared_memory(d, dv, keys, slots) > SHARED_MEMORY):
         return f"values of width {dv} do not fit in shared memory beside keys of width {d}"
-    blocks = how.mask.blocks
+    blocks = settings.mask.blocks
     if blocks is not None and (blocks.query % TILE or blocks.key % math.lcm(TILE, keys)):
         return (
             f"blocks of a mask are whole tiles of {TILE} queries and {math.lcm(TILE, keys)} keys in a kernel, and "
@@ -77,20 +79,20 @@ def supported(
     return None
 
 
-def run(target: Target, inputs: Inputs, *others: Any, direction: str, how: Any, **_: Any) -> Any:
-    """`forward` or `backward`."""
+def run(target: Target, inputs: Inputs, *others: Any, direction: str, settings: Settings, **_: Any) -> Any:
+    """Call `forward` or `backward`."""
     if direction == "forward":
-        return forward(target, inputs, how.mask, how.score)
-    return backward(target, inputs, how.mask, how.score, *others, deterministic=how.deterministic)
+        return forward(target, inputs, settings.mask, settings.score)
+    return backward(target, inputs, settings.mask, settings.score, *others, deterministic=settings.deterministic)
 
 
 def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[jax.Array, jax.Array | None]:
-    """The output in q's dtype, and the float32 log-sum-exp (B, S, H), `None` for sigmoid."""
+    """Return the output in q's dtype, and the float32 log-sum-exp (B, S, H), `None` for sigmoid."""
     b, s, h, d = inputs.q.shape
     kv, dv = inputs.v.shape[2:]
     if packs := 1 < h // kv and s <= ROWS and mask.blocks is None:
         inputs = _pack(inputs, mask)
-    tile = lookup("flash_attention", target.kind, kernel="forward", **_key(d, dv, score, _given(inputs, mask)))
+    tile = lookup("flash_attention", target.kind, kernel="forward", **_key(d, dv, score, _needs_tokens(inputs, mask)))
     case = _Case.of(target, inputs, mask, score, q_tile=TILE, k_tile=tile["keys"])
     out, lse = attend(
         target,
@@ -125,23 +127,23 @@ def backward(
     *,
     deterministic: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    """Cotangents of q, k and v, and `None` for a bias."""
+    """Return the cotangents of q, k and v, and `None` for a bias."""
     q, v = inputs.q, inputs.v
     (s, d), (t, dv) = q.shape[1::2], v.shape[1::2]
     stats = stats_of(out, lse, dout, dlse)
-    found: dict[str, jax.Array] = {}
-    for wanted in passes(d, dv, deterministic, score.softcap is not None):
-        found |= one_pass(target, inputs, mask, score, stats, dout, wanted)
-        if target.interpret:  # one after another: kernels interpreted side by side wait for each other's threads
-            found, dout = jax.lax.optimization_barrier((found, dout))
-    dq = found["q"][:, :s]
+    grads: dict[str, jax.Array] = {}
+    for outputs in passes(d, dv, deterministic, score.softcap is not None):
+        grads |= one_pass(target, inputs, mask, score, stats, dout, outputs)
+        if target.interpret:  # one after another: kernels interpreted in parallel wait for each other's threads
+            grads, dout = jax.lax.optimization_barrier((grads, dout))
+    dq = grads["q"][:, :s]
     if dq.dtype == jnp.float32:
         dq = (dq * (score.scale / Weigher(score).early(q.dtype))).astype(q.dtype)
-    return dq, found["k"][:, :t], found["v"][:, :t], None
+    return dq, grads["k"][:, :t], grads["v"][:, :t], None
 
 
 def stats_of(out: jax.Array, lse: jax.Array | None, dout: jax.Array, dlse: jax.Array | None) -> jax.Array | None:
-    """For softmax, float32 (B, S, H, 2): the log-sum-exp in base 2, and what a row's cotangents have in common."""
+    """Return, for softmax, float32 (B, S, H, 2): log-sum-exp in base 2, and each row's sum of dout * out less dlse."""
     if lse is None or dlse is None:
         return None
     finite, common = of_rows(out, lse, dout, dlse)
@@ -149,23 +151,27 @@ def stats_of(out: jax.Array, lse: jax.Array | None, dout: jax.Array, dlse: jax.A
 
 
 def one_pass(
-    target: Target, inputs: Inputs, mask: Mask, score: Score, stats: jax.Array | None, dout: jax.Array, wanted: str
+    target: Target, inputs: Inputs, mask: Mask, score: Score, stats: jax.Array | None, dout: jax.Array, outputs: str
 ) -> dict[str, jax.Array]:
-    """One kernel of the backward pass.
+    """Run one kernel of the backward pass.
 
     Args:
-      target, inputs, mask, score: as elsewhere.
+      target: the device to compile for.
+      inputs: the arrays.
+      mask: the mask.
+      score: how scores become weights.
       stats: of `stats_of`.
       dout: (B, S, H, Dv).
-      wanted: one of `passes`.
+      outputs: one of `passes`, such as "kv".
 
     Returns:
-      what is wanted, sequences filled up, an added-up "q" in float32 and not yet scaled.
+      the cotangents that `outputs` names, with padded sequences; a "q" that is summed in memory is float32 and not
+      scaled.
     """
     q, k, v, *_ = inputs
-    key = _key(q.shape[3], v.shape[3], score, _given(inputs, mask))
-    tile = lookup("flash_attention", target.kind, kernel=f"backward of {wanted}", **key)
-    stay = wanted == "q"
+    key = _key(q.shape[3], v.shape[3], score, _needs_tokens(inputs, mask))
+    tile = lookup("flash_attention", target.kind, kernel=f"backward of {outputs}", **key)
+    stay = outputs == "q"
     q_tile, k_tile = (TILE, tile["keys"]) if stay else (tile["queries"], TILE)
     case = _Case.of(target, inputs, mask, score, q_tile=q_tile, k_tile=k_tile, turned=not stay)
     kernel: Any = functools.partial(
@@ -186,23 +192,23 @@ def one_pass(
     )
     if stay:
         return {"q": kernel(keys=tile["keys"])}
-    return kernel(wanted=wanted, queries=tile["queries"])
+    return kernel(outputs=outputs, queries=tile["queries"])
 
 
 def passes(d: int, dv: int, deterministic: bool, softcap: bool = False) -> tuple[str, ...]:
-    """What each kernel of the backward pass makes."""
+    """Return the cotangents that each kernel of the backward pass computes, such as ("kv", "q")."""
     if d == dv and d in _FUSED and not deterministic and not (softcap and d == 64):
         return ("kvq",)
     return ("kv", "q") if d + dv <= 256 else ("v", "k", "q")
 
 
 def _key(d: int, dv: int, score: Score, tokens: bool) -> dict[str, Any]:
-    """What a tile depends on."""
+    """Return what a tile depends on."""
     return {"width": d, "values": dv, "softcap": score.softcap is not None, "tokens": tokens}
 
 
-def _given(inputs: Inputs, mask: Mask) -> bool:
-    """Whether a kernel asks for segments or positions: some are given, or filled-up keys are a segment."""
+def _needs_tokens(inputs: Inputs, mask: Mask) -> bool:
+    """Whether a kernel reads segments or positions: there are some, or padded keys get a segment of their own."""
     tokens = inputs.tokens
     filled = inputs.k.shape[1] % TILE and not mask.causal
     return tokens.q_segments is not None or tokens.q_positions is not None or bool(filled)
@@ -210,17 +216,18 @@ def _given(inputs: Inputs, mask: Mask) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """Sequences filled up to whole tiles, and what the kernels are told of them.
+    """Sequences padded to whole tiles, and the other arguments of the kernels.
 
     Args:
-      target: what for.
-      inputs: as they are.
-      q_tile, k_tile: queries and keys of a tile.
-      visits: of the side that stays.
-      seen: the mask, from references to `tokens`.
-      tokens: segments and positions, where there are.
-      weigher: the weights.
-      turned: keys stay.
+      target: the device to compile for.
+      inputs: the arrays, not padded.
+      q_tile: queries of a tile.
+      k_tile: keys of a tile.
+      visits: visits of the side that stays.
+      seen: makes the mask from references to `tokens`.
+      tokens: segments and positions, where there are any.
+      weigher: computes the weights.
+      turned: the keys stay, not the queries.
     """
 
     target: Target
@@ -241,34 +248,34 @@ class _Case:
         table = tile_table(mask, tokens, s=s, t=t, q_tile=q_tile, k_tile=k_tile, each=True)
         table = masked(table) if t % k_tile else table
         met = visits(table.swapaxes(1, 2) if turned else table)
-        # Keys that fill up stand behind every query of a causal mask; else they are of a segment that nobody is of.
+        # Padded keys are after every query of a causal mask; otherwise they get a segment of their own.
         if t % k_tile and not mask.causal and tokens.q_segments is None:
             tokens = tokens._replace(q_segments=jnp.zeros((b, s), jnp.int32), k_segments=jnp.zeros((b, t), jnp.int32))
-        nobody: Any = 0
+        unused: Any = 0
         if (ids := tokens.q_segments) is not None:
-            nobody = jnp.where(ids.max() < np.iinfo(np.int32).max, ids.max() + 1, ids.min() - 1)
+            unused = jnp.where(ids.max() < np.iinfo(np.int32).max, ids.max() + 1, ids.min() - 1)
         segments, positions = tokens.q_segments is not None, tokens.q_positions is not None
 
         def seen(refs: Sequence[Any]) -> Seen:
             of_segments, of_positions = tuple(refs[:2]) if segments else None, tuple(refs[-2:]) if positions else None
             return Seen(mask, s, t, of_segments, of_positions, turned)
 
-        given = (tokens.q_segments, tokens.k_segments, tokens.q_positions, tokens.k_positions)
-        sizes, behind = (q_tile, k_tile, q_tile, k_tile), (0, nobody, 0, np.iinfo(np.int32).max)
-        filled = tuple(_fill(x, n, f) for x, n, f in zip(given, sizes, behind, strict=True) if x is not None)
+        token_arrays = (tokens.q_segments, tokens.k_segments, tokens.q_positions, tokens.k_positions)
+        sizes, behind = (q_tile, k_tile, q_tile, k_tile), (0, unused, 0, np.iinfo(np.int32).max)
+        filled = tuple(_fill(x, n, f) for x, n, f in zip(token_arrays, sizes, behind, strict=True) if x is not None)
         return cls(target, inputs, q_tile, k_tile, met, seen, filled, Weigher(score), turned)
 
     def q(self, x: jax.Array) -> jax.Array:
-        """What belongs to queries, filled up."""
+        """Pad an array of the queries to whole tiles."""
         return _fill(x, self.q_tile)
 
     def k(self, x: jax.Array) -> jax.Array:
-        """What belongs to keys, filled up."""
+        """Pad an array of the keys to whole tiles."""
         return _fill(x, self.k_tile)
 
     @property
     def walk(self) -> Walk:
-        """Over the side that stays."""
+        """The walk over the side that stays."""
         met, (b, s, h, d), (t, kv, dv) = self.visits, self.inputs.q.shape, self.inputs.v.shape[1:]
         if self.turned:
             return Walk.of(self.target, b, kv, 1, met, h // kv * s * (d + dv) * 2)
@@ -281,7 +288,7 @@ def _fill(x: jax.Array, tile: int, value: Any = 0) -> jax.Array:
 
 
 def _pack(inputs: Inputs, mask: Mask) -> Inputs:
-    """Query heads of a key head one after another as queries: (B, S, H, D) -> (B, S * H / K, K, D)."""
+    """Make query heads of a key head successive queries: (B, S, H, D) -> (B, S * H / K, K, D)."""
     q, k, v, _, tokens = inputs
     (b, s, h, d), (t, kv) = q.shape, k.shape[1:3]
     if tokens.q_positions is None and (mask.causal or mask.window is not None):
@@ -296,12 +303,12 @@ def _pack(inputs: Inputs, mask: Mask) -> Inputs:
 
 
 def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
-    """What ships, for the gate: (name, function, arguments), every width with every feature that changes a kernel."""
+    """Yield (name, function, arguments) of what ships, for the gate: every width with every feature of a kernel."""
     for width in WIDTHS:
         for name, options in FEATURES.items():
             fixed = options.get("deterministic", False)
             if fixed and "kvq" not in passes(*width, False, "softcap" in options):
-                continue  # it is what runs anyway
+                continue  # the same kernels run without
             for direction in ("forward", "backward")[fixed:]:
                 yield _configuration(name, width, direction, **options)
     for direction in ("forward", "backward"):
@@ -315,7 +322,7 @@ def _configuration(name: str, width: tuple[int, int], direction: str, **options:
 
 
 WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
-"""Of keys and values, that have tiles of their own."""
+"""Widths of keys and values that have tiles in the table."""
 
 _CAUSAL, _PACKED = {"mask": Mask(causal=True)}, {"mask": Mask(causal=True), "segments": True, "positions": True}
 
@@ -336,4 +343,4 @@ FEATURES: dict[str, dict[str, Any]] = {
     "deterministic packed": _PACKED | {"deterministic": True},
     "deterministic packed softcap": _PACKED | {"softcap": 30.0, "deterministic": True},
 }
-"""Arguments of `examples.case`."""
+"""Cases that the gate compiles: a name -> arguments of `examples.case`."""

@@ -1,9 +1,9 @@
-"""The forward pass on Hopper: FlashAttention-2's loop over keys (Dao 2023), as FlashAttention-3 lays it on a Hopper.
+"""The forward pass on Hopper: FlashAttention-2's loop over keys (Dao 2023), with FlashAttention-3's warpgroups.
 
-A block has two warpgroups that compute, each with 64 queries of its own, and one that brings keys and values by TMA
-(Shah et al. 2024). The two take turns: while one has the tensor cores, the other computes exponentials. Persistent
-blocks fetch an item's queries and first keys while the item before is written out; a warpgroup fetches its queries
-itself, for waiting on the other one's would stop both.
+A block has two warpgroups that compute, each with 64 queries of its own, and one that copies keys and values by TMA
+(Shah et al. 2024). The two take turns: while one uses the tensor cores, the other computes exponentials. Persistent
+blocks fetch an item's queries and first keys while the previous item is written out. Each warpgroup fetches its own
+queries: waiting for the other one's would stop both.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from pallas_kernels.flash_attention.gpu_walk import (
     zeros,
 )
 
-_SPARE = 2048  # bytes of shared memory for barriers and what Mosaic takes for itself
+_SPARE = 2048  # bytes of shared memory for barriers and for Mosaic
 
 
 def shared_memory(d: int, dv: int, keys: int, slots: int) -> int:
-    """Bytes of a block's buffers when the output has one of its own."""
+    """Return bytes of a block's buffers when the output has a buffer of its own."""
     rows = WARPGROUPS * ROWS
     return 2 * (rows * (d + dv) + slots * keys * (d + dv)) + 4 * rows + _SPARE
 
@@ -59,17 +59,20 @@ def attend(
     keys: int,
     slots: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The output in q's dtype, and the float32 log-sum-exp as (B, H, S).
+    """Return the output in q's dtype, and the float32 log-sum-exp as (B, H, S).
 
     Args:
-      target: what for.
-      q, k, v: (B, S, H, D), (B, T, K, D) and (B, T, K, Dv), S and T whole tiles.
+      target: the device to compile for.
+      q: (B, S, H, D), S whole tiles.
+      k: (B, T, K, D), T whole tiles.
+      v: (B, T, K, Dv).
       plan: of `walk`.
-      tokens: segments and then positions, where there are, of queries (B, S) and keys (B, T).
-      walk: over tiles of 128 queries.
-      seen: the mask, from references to `tokens`.
-      weigher: the weights.
-      keys, slots: of a tile, and tiles of keys on their way at a time.
+      tokens: segments and then positions, where there are any, of queries (B, S) and keys (B, T).
+      walk: the walk over tiles of 128 queries.
+      seen: makes the mask from references to `tokens`.
+      weigher: computes the weights.
+      keys: keys of a tile.
+      slots: tiles of keys in flight at a time.
     """
     (b, s, h, d), dv, dtype = q.shape, v.shape[3], q.dtype
     fits = shared_memory(d, dv, keys, slots) <= SHARED_MEMORY
@@ -126,14 +129,14 @@ def attend(
                     else:
                         p = 1 / (1 + jnp.exp2(-x))
                     p = p.astype(dtype)
-                    if not target.interpret:  # all of it before the turn is given away
+                    if not target.interpret:  # finish all of it before the other warpgroup's turn
                         acc, total, top, p = lax.optimization_barrier((acc, total, top, p))
                     plgpu.barrier_arrive(turn)
                     plgpu.barrier_wait(v_full.at[slot])
                     plgpu.barrier_wait(turn)
                     acc = accumulate(target, {"out": acc}, lambda add: add("out", p, v_s.at[slot]))["out"]
                     if target.interpret:
-                        plgpu.commit_smem()  # its dot has read what TMA writes next
+                        plgpu.commit_smem()  # the interpreter's dot has read what TMA overwrites next
                     plgpu.barrier_arrive(v_free.at[slot])
                     return acc, top, total
 
@@ -147,7 +150,7 @@ def attend(
                 acc, top, total = lax.fori_loop(item.full, count, lambda n, c: step(n, c, True), carry)
                 if fits:
                     fetch_next(item)
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before has left
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous item has been copied
                 if softmax:
                     acc = acc * spread(jnp.where(total == 0.0, 0.0, 1 / total), acc.shape, 0)
                     lse = jnp.where(total == 0.0, -jnp.inf, top * (1 / LOG2E) + jnp.log(total))
@@ -190,7 +193,7 @@ def attend(
             ring_k.drain(done)
             ring_v.drain(done)
 
-    def room(*shape: int) -> Any:
+    def buffer(*shape: int) -> Any:
         return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1], dtype))
 
     barrier = plgpu.Barrier
@@ -202,11 +205,11 @@ def attend(
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
         scratch_types=[
-            room(WARPGROUPS, ROWS, d),
-            room(slots, keys, d),
-            room(slots, keys, dv),
+            buffer(WARPGROUPS, ROWS, d),
+            buffer(slots, keys, d),
+            buffer(slots, keys, dv),
             plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
-            *([room(WARPGROUPS, ROWS, dv)] if fits else []),
+            *([buffer(WARPGROUPS, ROWS, dv)] if fits else []),
             barrier(num_barriers=WARPGROUPS),
             barrier(num_barriers=slots),
             barrier(num_barriers=slots),

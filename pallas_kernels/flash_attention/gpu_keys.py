@@ -1,10 +1,10 @@
 """The backward pass on Hopper with keys that stay: cotangents of keys and values, and of queries by addition in memory.
 
 A block keeps 128 keys and values, 64 for each of its two computing warpgroups, and walks over the queries that see them
-(Dao 2023, algorithm 2; Shah et al. 2024). Scores are computed turned over, keys along rows, so that weights and
-their gradients go from registers into the products for values and keys. For the queries' cotangent the two warpgroups
+(Dao 2023, algorithm 2; Shah et al. 2024). Scores are transposed, with keys along rows, so that weights and their
+gradients go from registers into the products for values and keys. For the queries' cotangent the two warpgroups
 exchange score gradients through shared memory, each multiplies them with its half, and TMA adds the float32 result to
-what is in memory: five products, in an order of additions that differs from run to run.
+memory. These are five products; the order of the additions differs from run to run.
 """
 
 from __future__ import annotations
@@ -49,44 +49,48 @@ def of_keys(
     seen: Callable[[Sequence[Any]], Seen],
     weigher: Weigher,
     *,
-    wanted: str,
+    outputs: str,
     queries: int,
     slots: tuple[int, int],
     early: bool,
 ) -> dict[str, jax.Array]:
-    """Some cotangents: "k" and "v" in their dtypes, and "q" in float32.
+    """Return some cotangents: "k" and "v" in their dtypes, and "q" in float32.
 
     Args:
-      target: what for.
-      q, k, v, dout: (B, S, H, D), (B, T, K, D), (B, T, K, Dv) and (B, S, H, Dv), S and T whole tiles.
+      target: the device to compile for.
+      q: (B, S, H, D), S whole tiles.
+      k: (B, T, K, D), T whole tiles.
+      v: (B, T, K, Dv).
+      dout: (B, S, H, Dv).
       stats: for softmax, float32 (B, H, 2, S): the log-sum-exp in base 2, and the sum of dout * out less its cotangent.
       plan: of `walk`.
-      tokens: segments and then positions, where there are.
-      walk: over tiles of 128 keys.
-      seen: the mask, from references to `tokens`.
-      weigher: the weights.
-      wanted: which, such as "kvq".
-      queries: of a tile: 64, where each warpgroup makes half of a query's cotangent, or 128, where it makes its own 64.
-      slots: tiles of queries, and of their cotangents, on their way at a time.
-      early: make the weights while their cotangents are being made, which takes more registers.
+      tokens: segments and then positions, where there are any.
+      walk: the walk over tiles of 128 keys.
+      seen: makes the mask from references to `tokens`.
+      weigher: computes the weights.
+      outputs: the cotangents to compute, such as "kvq".
+      queries: queries of a tile: with 64, each warpgroup computes half of a query's cotangent; with 128, that of 64
+        queries.
+      slots: tiles of queries, and of their cotangents, in flight at a time.
+      early: compute the weights while the product for their cotangents runs, which takes more registers.
     """
     (b, s, h, d), dv, dtype = q.shape, v.shape[3], q.dtype
     power = weigher.early(dtype)
     groups, softmax = h // k.shape[2], stats is not None
-    need_dp, fused = "k" in wanted or "q" in wanted, "q" in wanted
-    made = [w for w in wanted if w != "q"]
-    part = (ROWS, d // WARPGROUPS) if queries == ROWS else (ROWS, d)  # of the queries' cotangent, a warpgroup's
+    need_dp, fused = "k" in outputs or "q" in outputs, "q" in outputs
+    made = [w for w in outputs if w != "q"]
+    part = (ROWS, d // WARPGROUPS) if queries == ROWS else (ROWS, d)  # a warpgroup's part of the queries' cotangent
     dq = None
     if fused:
-        # The interpreter knows no additions in memory: there, every tile of keys writes a term of its own.
+        # The interpreter has no additions in memory: there, every tile of keys writes a term of its own.
         terms = walk.tiles if target.interpret else 1
         dq = jax.new_ref(jnp.zeros((terms, b, s, h, d), jnp.float32))
 
     def flash_backward_keys(q_ref: Any, k_ref: Any, v_ref: Any, dout_ref: Any, *refs: Any) -> None:
         def take(n: int) -> tuple[Any, ...]:
             nonlocal refs
-            taken, refs = refs[:n], refs[n:]
-            return taken
+            first, refs = refs[:n], refs[n:]
+            return first
 
         (stats_ref,) = take(1) if softmax else (None,)
         (plan_ref,), of_tokens, (dq_ref,) = take(1), take(len(tokens)), take(1) if fused else (None,)
@@ -120,13 +124,13 @@ def of_keys(
                         return spread(part, raw.shape, 1)
 
                     def blank(by: float, *xs: Any) -> tuple[Any, ...]:
-                        # A second loop for masked tiles would want registers of its own.
-                        there = lambda *xs: hide(item.b, i * queries, k0, by, *xs)  # noqa: E731
-                        return lax.cond(n < full, lambda *xs: xs, there, *xs)
+                        # A second loop for masked tiles would need registers of its own.
+                        hide_tile = lambda *xs: hide(item.b, i * queries, k0, by, *xs)  # noqa: E731
+                        return lax.cond(n < full, lambda *xs: xs, hide_tile, *xs)
 
                     def weigh() -> tuple[Any, Any]:
-                        """The weights, and what dp is multiplied by: few registers are left for anything else."""
-                        if queries > ROWS:  # registers suffice if scores are masked, and below if weights are
+                        """Return the weights, and the factor of dp. Few registers are left for anything else."""
+                        if queries > ROWS:  # registers suffice if scores are masked here, and weights below
                             p, w = weigher.weights(raw, lambda: column(0), lambda x: blank(-jnp.inf, x)[0])
                             return p.astype(dtype), w
                         p, w = weigher.weights(raw, lambda: column(0), lambda x: x)
@@ -141,7 +145,7 @@ def of_keys(
                         dp, (p, w) = of_weights(weigh)
                     else:
                         p, w = weigh()
-                    if "v" in wanted:
+                    if "v" in outputs:
                         add_v = lambda add: add("v", p, dout_s.at[dout_slot])  # noqa: E731
                         sums = {**sums, **accumulate(target, {"v": sums["v"]}, add_v)}
                     if need_dp:
@@ -152,11 +156,11 @@ def of_keys(
                             ds_s[lax.rem(u, 2), me] = ds
                             plgpu.commit_smem()
                             plgpu.barrier_arrive(exchanged)
-                        if "k" in wanted:
+                        if "k" in outputs:
                             add_k = lambda add: add("k", ds, q_s.at[slot])  # noqa: E731
                             sums = {**sums, **accumulate(target, {"k": sums["k"]}, add_k)}
                     if target.interpret:
-                        plgpu.commit_smem()  # its dots have read what TMA writes next
+                        plgpu.commit_smem()  # the interpreter's dots have read what TMA overwrites next
                     plgpu.barrier_arrive(q_free.at[slot])
                     plgpu.barrier_arrive(dout_free.at[dout_slot])
                     if fused:
@@ -165,7 +169,7 @@ def of_keys(
                     return sums
 
                 def add_queries(now: Any, me: Any, b: Any, i: Any, head: Any, tile: Any) -> None:
-                    """This warpgroup's part of the cotangent of the queries in tile i."""
+                    """Add this warpgroup's part to the cotangent of the queries in tile i."""
 
                     def run(acc: Any) -> Any:
                         for j in range(WARPGROUPS):
@@ -197,12 +201,12 @@ def of_keys(
                 sums = lax.fori_loop(0, groups, of_head, sums)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 for w, ref in outs.items():
-                    # Only this warpgroup reads its values, and its keys unless queries are added to.
-                    room = mine_v if w == "v" or fused else mine_k
+                    # Only this warpgroup reads its values, and also its keys unless `fused`: reuse them as a buffer.
+                    buffer = mine_v if w == "v" or fused else mine_k
                     x = sums[w] * (weigher.score.scale / power) if w == "k" else sums[w]
-                    room[...] = x.astype(dtype)
+                    buffer[...] = x.astype(dtype)
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(room, ref.at[item.b, pl.ds(k0, ROWS), item.kv])
+                    plgpu.copy_smem_to_gmem(buffer, ref.at[item.b, pl.ds(k0, ROWS), item.kv])
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(kv_free)
                 return done + groups * count
@@ -245,7 +249,7 @@ def of_keys(
             queue.drain(done)
             douts.drain(done)
 
-    def room(*shape: int, of: Any = dtype) -> Any:
+    def buffer(*shape: int, of: Any = dtype) -> Any:
         return plgpu.SMEM(shape, of, transforms=swizzled(shape[-1], of))
 
     barrier = plgpu.Barrier
@@ -257,12 +261,12 @@ def of_keys(
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
         scratch_types=[
-            room(WARPGROUPS, ROWS, d),
-            room(WARPGROUPS, ROWS, dv),
-            room(slots[0], queries, d),
-            room(slots[1], queries, dv),
+            buffer(WARPGROUPS, ROWS, d),
+            buffer(WARPGROUPS, ROWS, dv),
+            buffer(slots[0], queries, d),
+            buffer(slots[1], queries, dv),
             plgpu.SMEM((slots[0], 2, queries), jnp.float32),
-            *([room(2, WARPGROUPS, ROWS, queries), room(WARPGROUPS, *part, of=jnp.float32)] if fused else []),
+            *([buffer(2, WARPGROUPS, ROWS, queries), buffer(WARPGROUPS, *part, of=jnp.float32)] if fused else []),
             barrier(num_arrivals=WARPGROUPS * (1 + need_dp)),
             barrier(num_arrivals=WARPGROUPS),
             barrier(num_arrivals=1 + softmax, num_barriers=slots[0]),
@@ -274,5 +278,5 @@ def of_keys(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **target.gpu(),
     )(q, k, v, dout, *([] if stats is None else [stats]), plan, *tokens, *([] if dq is None else [dq]))
-    found = dict(zip(made, arrays, strict=True))
-    return found if dq is None else {**found, "q": jnp.sum(dq[...], axis=0)}
+    grads = dict(zip(made, arrays, strict=True))
+    return grads if dq is None else {**grads, "q": jnp.sum(dq[...], axis=0)}

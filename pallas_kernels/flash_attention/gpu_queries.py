@@ -1,8 +1,8 @@
-"""The backward pass on Hopper with queries that stay: their cotangent alone, in an order of additions that is fixed.
+"""The backward pass on Hopper with queries that stay: their cotangent alone, with additions in a fixed order.
 
-As the forward pass is: each of a block's two computing warpgroups keeps 64 queries and what belongs to them, and walks
-over the keys that they see. With `gpu_keys.of_keys` for keys and values this makes the deterministic mode, and serves
-the widths whose sums do not all fit in registers at once.
+As in the forward pass, each of a block's two computing warpgroups keeps 64 queries and their arrays, and walks over the
+keys that they see. With `gpu_keys.of_keys` for keys and values this is the deterministic mode, and serves the widths
+whose sums do not all fit in registers at once.
 """
 
 from __future__ import annotations
@@ -50,13 +50,22 @@ def of_queries(
     slots: tuple[int, int],
     early: bool,
 ) -> jax.Array:
-    """The cotangent of q, in its dtype.
+    """Return the cotangent of q, in its dtype.
 
     Args:
-      target, q, k, v, dout, stats, plan, tokens, seen, weigher: as for `gpu_keys.of_keys`.
-      walk: over tiles of 128 queries.
-      keys: of a tile.
-      slots: tiles of keys, and of values, on their way at a time.
+      target: as for `gpu_keys.of_keys`.
+      q: as for `gpu_keys.of_keys`.
+      k: as for `gpu_keys.of_keys`.
+      v: as for `gpu_keys.of_keys`.
+      dout: as for `gpu_keys.of_keys`.
+      stats: as for `gpu_keys.of_keys`.
+      plan: of `walk`.
+      tokens: as for `gpu_keys.of_keys`.
+      walk: the walk over tiles of 128 queries.
+      seen: as for `gpu_keys.of_keys`.
+      weigher: as for `gpu_keys.of_keys`.
+      keys: keys of a tile.
+      slots: tiles of keys, and of values, in flight at a time.
       early: as for `gpu_keys.of_keys`.
     """
     d, dv, dtype = q.shape[3], v.shape[3], q.dtype
@@ -108,7 +117,7 @@ def of_queries(
                     ds = (ds if power == 1 else ds * power).astype(dtype)
                     acc = accumulate(target, {"q": acc}, lambda add: add("q", ds, k_s.at[slot]))["q"]
                     if target.interpret:
-                        plgpu.commit_smem()  # its dot has read what TMA writes next
+                        plgpu.commit_smem()  # the interpreter's dot has read what TMA overwrites next
                     plgpu.barrier_arrive(k_free.at[slot])
                     return acc
 
@@ -153,7 +162,7 @@ def of_queries(
             ring_k.drain(done)
             ring_v.drain(done)
 
-    def room(*shape: int) -> Any:
+    def buffer(*shape: int) -> Any:
         return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1], dtype))
 
     barrier = plgpu.Barrier
@@ -165,10 +174,10 @@ def of_queries(
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
         scratch_types=[
-            room(WARPGROUPS, ROWS, d),
-            room(WARPGROUPS, ROWS, dv),
-            room(slots[0], keys, d),
-            room(slots[1], keys, dv),
+            buffer(WARPGROUPS, ROWS, d),
+            buffer(WARPGROUPS, ROWS, dv),
+            buffer(slots[0], keys, d),
+            buffer(slots[1], keys, dv),
             barrier(num_arrivals=2 * WARPGROUPS),
             barrier(num_arrivals=WARPGROUPS),
             barrier(num_barriers=slots[0]),

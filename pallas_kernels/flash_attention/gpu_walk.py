@@ -1,8 +1,8 @@
-"""What Hopper's attention kernels share: who does which tile when, and the mask and the weights in registers.
+"""Shared by Hopper's attention kernels: the assignment of tiles to blocks, and the mask and the weights in registers.
 
-A kernel is persistent: as many blocks as multiprocessors, each taking every so many-th of a list of items, an item
-being one tile of one head. Heads whose other side fits in the L2 cache together go side by side, and among them the
-tiles with most to visit come first, so that what is left for the end is short.
+A kernel is persistent: there are as many blocks as multiprocessors, and block i takes items i, i + blocks, ... of a
+list; an item is one tile of one head. Heads whose other side fits in the L2 cache together run side by side, and among
+them the tiles with the most visits come first, so that only short ones are left for the end.
 """
 
 from __future__ import annotations
@@ -27,36 +27,37 @@ from pallas_kernels.flash_attention.masks import Mask, Visits, first_seen
 plgpu: Any = mosaic_gpu  # its names differ between versions
 
 ROWS = 64
-"""Queries or keys of a warpgroup: what one wgmma takes."""
+"""Queries or keys of a warpgroup: the rows of one wgmma."""
 WARPGROUPS = 2
-"""That compute; a third moves memory."""
+"""Warpgroups that compute; one more copies memory."""
 SMS = 132
 """Multiprocessors of an H100 or H200."""
 LOG2E = math.log2(math.e)
-_L2 = 24 * 2**20  # bytes of one side's heads that are to stay in the L2 cache, half of it
+_L2 = 24 * 2**20  # bytes of one side's heads that should stay in the L2 cache: half of it
 
 
 def swizzled(width: int, dtype: Any) -> tuple[Any, Any]:
-    """How rows of `width` elements of two bytes lie in shared memory: in the widest swizzle they are multiples of."""
+    """Return transforms of rows of `width` elements in shared memory: the widest swizzle that divides a row."""
     size = jnp.dtype(dtype).itemsize
     bytes_ = next(b for b in (128, 64, 32) if width * size % b == 0)
     return plgpu.TilingTransform((8, bytes_ // size)), plgpu.SwizzleTransform(bytes_)
 
 
-# ---- who does what
+# ---- the assignment of tiles to blocks
 
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The items of a kernel and how they are dealt out.
+    """The items of a kernel and their distribution to blocks.
 
     Args:
-      batch, kv: examples and key heads.
+      batch: examples.
+      kv: key heads.
       heads: items of a key head at one tile: its query heads, or 1.
-      tiles: of the side that stays.
-      group: (example, key head) pairs side by side.
-      shared: one plan for all examples.
-      blocks: that share the items.
+      tiles: tiles of the side that stays.
+      group: (example, key head) pairs that run side by side.
+      shared: there is one plan for all examples.
+      blocks: blocks that share the items.
     """
 
     batch: int
@@ -69,7 +70,7 @@ class Walk:
 
     @classmethod
     def of(cls, target: Target, batch: int, kv: int, heads: int, visits: Visits, head_bytes: int) -> Walk:
-        """For visits of a side; `head_bytes` are those of the other side's arrays for one key head."""
+        """Make the walk for visits of a side; `head_bytes` is the size of the other side's arrays for one key head."""
         shared, tiles = visits.count.shape[0] == 1, visits.count.shape[1]
         pairs = batch * kv
         group = max(n for n in range(1, pairs + 1) if pairs % n == 0 and n <= max(1, _L2 // head_bytes))
@@ -77,7 +78,10 @@ class Walk:
         return cls(batch, kv, heads, tiles, group, shared, blocks)
 
     def plan(self, visits: Visits) -> jax.Array:
-        """int32 (B or 1, tiles, 3 + most visits): a tile, its full and all visits' number, and these; longest first."""
+        """Return int32 (B or 1, tiles, 3 + most visits), tiles with most visits first.
+
+        Each line has a tile, the number of its full visits, the number of all visits, and the visits.
+        """
         xp: Any = np if isinstance(visits.count, np.ndarray) else jnp
         order = xp.argsort(-visits.count, axis=-1, stable=True)
         index = np.broadcast_to(np.arange(self.tiles, dtype=np.int32), visits.count.shape)
@@ -87,27 +91,27 @@ class Walk:
 
     @property
     def items(self) -> int:
-        """How many there are."""
+        """Number of items."""
         return self.batch * self.kv * self.heads * self.tiles
 
     def each(self, body: Callable[[Item, Any], Any], start: Any, plan: Any) -> Any:
-        """`body(item, carry)` for every item of this block."""
+        """Call `body(item, carry)` for every item of this block, with `start` as the first carry; return the last."""
         return lax.fori_loop(0, self.count(), lambda n, carry: body(self.item(n, plan), carry), start)
 
     def count(self) -> Any:
-        """How many items this block has."""
+        """Return the number of items of this block."""
         return self.count_of(lax.axis_index("block"))
 
     def item(self, n: Any, plan: Any) -> Item:
-        """This block's n-th."""
+        """Return this block's n-th item."""
         return self.item_of(lax.axis_index("block"), n, plan)
 
     def count_of(self, block: Any) -> Any:
-        """How many items a block has, at least one."""
+        """Return the number of items of a block, at least one."""
         return lax.div(self.items - 1 - block, self.blocks) + 1
 
     def item_of(self, block: Any, n: Any, plan: Any) -> Item:
-        """The n-th item of a block."""
+        """Return the n-th item of a block."""
         w = block + n * self.blocks
         side, inner = self.group * self.heads * self.tiles, self.group * self.heads
         pair = lax.div(w, side) * self.group + lax.div(lax.rem(w, inner), self.heads)
@@ -121,9 +125,12 @@ class Item:
     """One tile of one head.
 
     Args:
-      n: how many this block has had before.
-      b, kv, g: example, key head, and query head among those of the key head.
-      row, rank: where its line of the plan is.
+      n: number of items that this block has had before.
+      b: example.
+      kv: key head.
+      g: query head among those of the key head.
+      row: example in the plan.
+      rank: line of the plan.
       plan: a reference.
     """
 
@@ -137,21 +144,21 @@ class Item:
 
     @property
     def tile(self) -> Any:
-        """Which one, of the side that stays."""
+        """Index of the tile, on the side that stays."""
         return self.plan[self.row, self.rank, 0]
 
     @property
     def full(self) -> Any:
-        """How many tiles of the other side are seen in full; they come first."""
+        """Number of tiles of the other side that are fully visible; they come first."""
         return self.plan[self.row, self.rank, 1]
 
     @property
     def count(self) -> Any:
-        """How many are visited."""
+        """Number of visits."""
         return self.plan[self.row, self.rank, 2]
 
     def visit(self, n: Any) -> Any:
-        """The n-th tile of the other side."""
+        """Return the n-th tile of the other side."""
         return self.plan[self.row, self.rank, 3 + n]
 
 
@@ -163,8 +170,9 @@ class Ring:
     """Slots that one warpgroup fills and others empty, in turns.
 
     Args:
-      full, free: a barrier for each slot.
-      slots: how many.
+      full: a barrier for each slot: it has been filled.
+      free: a barrier for each slot: it has been emptied.
+      slots: number of slots.
     """
 
     full: Any
@@ -172,15 +180,15 @@ class Ring:
     slots: int
 
     def slot(self, turn: Any) -> Any:
-        """Where the fill number `turn` goes."""
+        """Return the slot of fill number `turn`."""
         return lax.rem(turn, self.slots)
 
     def to_fill(self, turn: Any) -> None:
-        """Waits until whoever used the slot before is done."""
+        """Wait until the slot's last user is done."""
         pl.when(turn >= self.slots)(lambda: plgpu.barrier_wait(self.free.at[self.slot(turn)]))
 
     def drain(self, turns: Any) -> None:
-        """After the last fill: a barrier's phases all have to be seen."""
+        """Wait, after the last fill, for all slots: every phase of a barrier has to be waited for."""
 
         def wait(turn: Any, _: None) -> None:
             plgpu.barrier_wait(self.free.at[self.slot(turn)])
@@ -192,7 +200,7 @@ class Ring:
 
 
 def product(a: Any, b: Any, shape: tuple[int, int], meanwhile: Callable[[], Any] | None = None) -> Any:
-    """a @ b in float32, both in shared memory; with `meanwhile`, that and what it makes while the product is made."""
+    """Return a @ b in float32, both in shared memory; with `meanwhile`, call it during the product and return both."""
 
     def run(acc: Any) -> Any:
         plgpu.wgmma(acc, a, b)
@@ -203,8 +211,8 @@ def product(a: Any, b: Any, shape: tuple[int, int], meanwhile: Callable[[], Any]
 
 
 def accumulate(target: Target, sums: dict[str, Any], body: Callable[[Callable[[str, Any, Any], None]], None]) -> Any:
-    """`body(add)`, where `add(name, a, b)` adds a @ b to a sum, a in registers; all are done at the end."""
-    if target.interpret:  # which has no accumulators that start with something
+    """Run `body(add)`, where `add(name, a, b)` adds a @ b to a sum, with a in registers; return the finished sums."""
+    if target.interpret:  # the interpreter's accumulators start at zero
         sums = dict(sums)
 
         def dot(name: str, a: Any, b: Any) -> None:
@@ -220,21 +228,21 @@ def accumulate(target: Target, sums: dict[str, Any], body: Callable[[Callable[[s
 
 
 def again(wg: Any, turn: Any) -> Any:
-    """The number of a warpgroup, in a way that the compiler does not see through.
+    """Return the number of a warpgroup by an expression that the compiler cannot simplify.
 
-    An operand that stays over a loop has dozens of wgmma descriptors, which it would compute before the loop and keep,
-    in registers that are needed for sums.
+    An operand that stays during a loop has dozens of wgmma descriptors. The compiler would compute them before the loop
+    and keep them in registers that are needed for sums.
     """
     return lax.rem(wg + WARPGROUPS * turn, WARPGROUPS)
 
 
 def spread(x: Any, shape: tuple[int, int], axis: int) -> Any:
-    """One value a row (axis 0) or a column (axis 1) as a matrix."""
+    """Broadcast one value per row (axis 0) or per column (axis 1) to a matrix."""
     return lax.broadcast_in_dim(x, shape, (axis,))
 
 
 def zeros(shape: tuple[int, ...], layout: Any, value: float = 0.0) -> Any:
-    """Registers full of a number."""
+    """Return registers filled with a number."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
@@ -243,9 +251,11 @@ class Seen:
     """The mask of a tile whose rows are queries, or keys when `turned`.
 
     Args:
-      mask: causal and window; blocks are whole tiles and known before.
-      s, t: lengths before they were filled up.
-      segments, positions: references (B, S) and (B, T), or `None`.
+      mask: causal and window; block-sparse blocks are whole tiles, which `visits` handles.
+      s: number of queries before padding.
+      t: number of keys before padding.
+      segments: references (B, S) and (B, T), or `None`.
+      positions: references (B, S) and (B, T), or `None`.
       turned: rows are keys and columns queries.
     """
 
@@ -257,7 +267,7 @@ class Seen:
     turned: bool = False
 
     def hide(self, b: Any, q0: Any, k0: Any, blank: float, *xs: Any) -> tuple[Any, ...]:
-        """What belongs to queries from q0 and keys from k0, and `blank` where these are unseen by those."""
+        """Return arrays over queries from q0 and keys from k0, with `blank` where the query does not see the key."""
         shape, layout = xs[0].shape, plgpu.Layout.WGMMA
         q_axis, k_axis = (1, 0) if self.turned else (0, 1)
         seen: Any = None
@@ -270,7 +280,7 @@ class Seen:
             return plgpu.broadcasted_iota(jnp.int32, shape[axis : axis + 1], 0, layout=layout.reduce(1 - axis)) + start
 
         def both(compare: Callable[[Any, Any], Any], of_q: Any, of_k: Any) -> Any:
-            # Vectors are spread as late as can be: differences of all pairs would fill the registers.
+            # Vectors are broadcast as late as possible: differences of all pairs would fill the registers.
             more = compare(spread(of_q, shape, q_axis), spread(of_k, shape, k_axis))
             return more if seen is None else seen & more
 
@@ -292,7 +302,7 @@ class Seen:
 
 @dataclasses.dataclass(frozen=True)
 class Weigher:
-    """From products of queries and keys to weights, in base 2.
+    """Computes weights from products of queries and keys, in base 2.
 
     Args:
       score: scale, soft-cap and shift.
@@ -301,21 +311,21 @@ class Weigher:
     score: Score
 
     def early(self, dtype: Any) -> float:
-        """What weights' gradients are multiplied by before they are rounded; the rest of the scale comes after.
+        """Return the factor of weights' gradients before rounding; the rest of the scale is applied later.
 
-        A power of two, so that it costs no digits; bfloat16 has the range to do without.
+        It is a power of two, so that no digits are lost; bfloat16 has enough range to do without.
         """
         scale = abs(self.score.scale)
         return 2.0 ** round(math.log2(scale)) if dtype == jnp.float16 and scale > 0 else 1.0
 
     @property
     def folded(self) -> float | None:
-        """What raw products are multiplied by in the exponent itself, which costs nothing; `None` if they cannot be."""
+        """The factor of raw products that is applied in the exponent, which costs nothing; `None` if it cannot be."""
         scale = self.score.scale * LOG2E
         return scale if self.score.softcap is None and scale > 0 and self.score.kind == "softmax" else None
 
     def base2(self, raw: Any) -> tuple[Any, Any]:
-        """Scores in units of log 2, and what a soft-cap multiplies their gradient by, or `None`."""
+        """Return scores in units of log 2, and the derivative of the soft-cap, or `None`."""
         cap = self.score.softcap
         if cap is None:
             x = raw * (self.score.scale * LOG2E)
@@ -325,12 +335,12 @@ class Weigher:
         return (cap + self.score.shift) * LOG2E - r * (2 * cap * LOG2E), 4 * r * (1 - r)
 
     def weights(self, raw: Any, lse: Callable[[], Any], hide: Callable[[Any], Any]) -> tuple[Any, Any]:
-        """The weights again, and what their cotangents (less what a row has in common) are multiplied by.
+        """Return the weights, and the factor of their cotangents less the row's common term.
 
         Args:
-          raw: products.
-          lse: gives the log-sum-exp in base 2, spread; not called for sigmoid.
-          hide: makes unseen scores minus infinity, or leaves them.
+          raw: products of queries and keys.
+          lse: returns the log-sum-exp in base 2, broadcast; not called for sigmoid.
+          hide: makes invisible scores minus infinity, or leaves them.
         """
         fold = self.folded
         if fold is not None:

@@ -1,4 +1,4 @@
-"""What attention is given: the arrays, the static description of a score, and the checks before anything is traced."""
+"""Arguments of attention: the arrays, the static description of a score, and the checks before tracing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Inputs(NamedTuple):
-    """The arrays: q (B, S, H, D), k (B, T, K, D), v (B, T, K, Dv), bias of rank 4 or `None`, and the tokens'."""
+    """The arrays.
+
+    Args:
+      q: (B, S, H, D).
+      k: (B, T, K, D).
+      v: (B, T, K, Dv).
+      bias: an array of rank 4 that broadcasts to (B, H, S, T), or `None`.
+      tokens: segments and positions.
+    """
 
     q: jax.Array
     k: jax.Array
@@ -31,11 +39,13 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """How a query and a key make a weight: soft-cap of scale * q k, plus bias and shift, then the kind's function.
+    """The weight of a query and a key: soft-cap of scale * q k, plus bias and shift, then the function of `kind`.
 
     Args:
       kind: "softmax", or "sigmoid" of each score on its own.
-      scale, softcap, shift: numbers; `softcap` may be `None`.
+      scale: factor on q k.
+      softcap: scores become `softcap * tanh(score / softcap)`, or `None`.
+      shift: added to the scores.
     """
 
     kind: Kind
@@ -46,7 +56,15 @@ class Score:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """All that is known before tracing besides shapes."""
+    """Everything besides shapes that is known before tracing.
+
+    Args:
+      mask: which keys a query sees.
+      score: how scores become weights.
+      return_lse: whether the caller gets the log-sum-exp.
+      deterministic: whether runs have to agree to the bit.
+      implementation: a name, or `None` for the best.
+    """
 
     mask: Mask
     score: Score
@@ -71,10 +89,13 @@ def checked(
     return_lse: bool,
     blocks: Blocks | None,
 ) -> tuple[Inputs, Mask, Score]:
-    """The arguments of `flash_attention` in order, or a sentence on what is wrong with them.
+    """Check and convert the arguments of `flash_attention`.
+
+    Returns:
+      the arrays, the mask, and how scores become weights.
 
     Raises:
-      KernelError: as documented there.
+      KernelError: as `flash_attention`.
     """
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     _check_arrays(q, k, v)
@@ -83,7 +104,7 @@ def checked(
         raise KernelError(f"flash_attention: kind has to be 'softmax' or 'sigmoid', not {kind!r}")
     if kind == "sigmoid" and return_lse:
         raise KernelError(
-            "flash_attention: sigmoid attention has no log-sum-exp, its parts simply add; leave return_lse=False"
+            "flash_attention: sigmoid attention has no log-sum-exp (its parts simply add); leave return_lse=False"
         )
     if window is not None and (
         isinstance(window, bool) or not hasattr(window, "__index__") or not 1 <= int(window) < 2**31
@@ -143,7 +164,7 @@ def _bias(bias: Any, full: tuple[int, int, int, int]) -> jax.Array | None:
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise KernelError(
             f"flash_attention: bias is added to scores and has to be floating, not {bias.dtype.name}; "
-            "a mask is given by causal, window, segment_ids, positions or blocks"
+            "for a mask use causal, window, segment_ids, positions or blocks"
         )
     if bias.ndim == 0:
         bias = bias.reshape(1, 1, 1, 1)
@@ -154,20 +175,22 @@ def _bias(bias: Any, full: tuple[int, int, int, int]) -> jax.Array | None:
     return bias
 
 
-def _tokens(name: str, given: Any, b: int, s: int, t: int) -> tuple[jax.Array | None, jax.Array | None]:
-    """One (B, S) array for both, or a pair of (B, S) and (B, T)."""
-    if given is None:
+def _tokens(name: str, value: Any, b: int, s: int, t: int) -> tuple[jax.Array | None, jax.Array | None]:
+    """Return arrays of the queries and of the keys, from one (B, S) array for both or from a pair."""
+    if value is None:
         return None, None
-    if isinstance(given, tuple):
-        if len(given) != 2:
-            raise KernelError(f"flash_attention: {name} is one array or a pair (of queries, of keys), not {len(given)}")
-        pair = given
+    if isinstance(value, tuple):
+        if len(value) != 2:
+            raise KernelError(
+                f"flash_attention: {name} has to be one array or a pair (of queries, of keys), not {len(value)}"
+            )
+        pair = value
     elif s != t:
         raise KernelError(
             f"flash_attention: {s} queries and {t} keys need {name} as a pair, ({b}, {s}) and ({b}, {t}), not one array"
         )
     else:
-        pair = (given, given)
+        pair = (value, value)
     out = []
     for x, length, what in ((pair[0], s, "queries"), (pair[1], t, "keys")):
         x = as_int32("flash_attention", name, x)

@@ -1,9 +1,9 @@
-"""Which query sees which key, without a matrix that says so: a rule, token by token, and a verdict for each tile.
+"""Which query sees which key: a rule for each pair of tokens, and a summary for each tile.
 
-Every backend shares this file. Causal and window compare the positions of a query and a key (never their
-difference, which int32 may not hold), segments ask whether two ids are equal, and a block-sparse table says of
-whole rectangles whether they are seen at all. Smallest and largest positions and ids of a tile's queries and keys
-decide whether the tile is skipped, seen in full or needs the rule for each element.
+Every backend uses this file. Causal and window masks compare the positions of a query and a key (not their difference,
+which may overflow int32), segments compare two ids for equality, and a block-sparse table holds for whole rectangles
+whether they are visible. The smallest and largest positions and ids of a tile's queries and keys decide whether the
+tile is skipped, fully visible or needs the rule for each element.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ __all__ = [
 ]
 
 SKIP, PARTIAL, FULL = 0, 1, 2
-"""What `tile_table` says of a tile: nothing in it is seen; ask `visible` for each element; everything is seen."""
+"""States of a tile in `tile_table`: nothing is visible; use `visible` for each element; everything is visible."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """A block-sparse mask as a small table of tiles, the same for every example and head.
+    """A block-sparse mask as a table of blocks, the same for every example and head.
 
     Args:
-      rows: a tuple of bool for each block of queries, one for each block of keys: may these see those?
-      query, key: how many queries and keys a block has; the last ones may be cut short.
+      rows: a tuple of bool for each block of queries, one for each block of keys: True if the queries see the keys.
+      query: queries of a block; the last block may have fewer.
+      key: keys of a block; the last block may have fewer.
     """
 
     rows: tuple[tuple[bool, ...], ...]
@@ -51,21 +52,26 @@ class Blocks:
 
     @classmethod
     def of(cls, table: Any, *, query: int, key: int) -> Blocks:
-        """From anything that NumPy takes for a matrix of bool.
+        """Make it from anything that NumPy converts to a matrix of bool.
+
+        Args:
+          table: bool, (blocks of queries, blocks of keys).
+          query: queries of a block.
+          key: keys of a block.
 
         Raises:
-          KernelError: it is no matrix of bool, or a block has no tokens.
+          KernelError: it is not a matrix of bool, or a block has no tokens.
         """
         table = np.asarray(table)
         if table.ndim != 2 or table.dtype != np.bool_:
-            raise KernelError(f"a table of blocks is a matrix of bool, not {table.dtype} of shape {table.shape}")
+            raise KernelError(f"a table of blocks has to be a matrix of bool, not {table.dtype} of shape {table.shape}")
         if query < 1 or key < 1:
             raise KernelError(f"a block needs at least one query and one key, not {query} and {key}")
         return cls(tuple(tuple(row) for row in table.tolist()), query, key)
 
     @property
     def table(self) -> np.ndarray:
-        """As a matrix of bool."""
+        """The mask as a matrix of bool."""
         return np.asarray(self.rows, bool)
 
 
@@ -74,10 +80,10 @@ class Mask:
     """The part of a mask that is known before tracing.
 
     Args:
-      causal: a key after its query is not seen.
-      window: only so many latest positions are seen, the query's own among them; without `causal`, that many to both
-        sides (the own one counted in each).
-      blocks: a block-sparse table besides, over indices, not positions.
+      causal: a query sees no key after it.
+      window: a query sees only this many latest positions, its own included; without `causal`, this many to both sides
+        (its own counted in each).
+      blocks: an additional block-sparse table, over indices, not positions.
     """
 
     causal: bool = False
@@ -86,10 +92,16 @@ class Mask:
 
 
 class Tokens(NamedTuple):
-    """The part of a mask that is data: int32 of (B, S) for queries and (B, T) for keys, in pairs, or `None`.
+    """The part of a mask that is data: pairs of int32 arrays, or `None`.
 
     Segments are compared for equality, and 0 is an id like any other (padding sees padding, as in
-    `jaxscale.nn.attention`). Without positions, tokens stand in order and the last query at the last key.
+    `jaxscale.nn.attention`). Without positions, tokens are in order and the last query is at the last key.
+
+    Args:
+      q_segments: (B, S), segment ids of the queries.
+      k_segments: (B, T), segment ids of the keys.
+      q_positions: (B, S), positions of the queries.
+      k_positions: (B, T), positions of the keys.
     """
 
     q_segments: jax.Array | None = None
@@ -99,15 +111,18 @@ class Tokens(NamedTuple):
 
 
 def visible(mask: Mask, tokens: Tokens, q_index: jax.Array, k_index: jax.Array, *, s: int, t: int) -> jax.Array | None:
-    """The rule for every pair of some queries and some keys.
+    """Apply the rule to every pair of some queries and some keys.
 
     Args:
-      mask, tokens: the mask; `tokens` of these very queries and keys.
-      q_index, k_index: their indices in the sequence, (q,) and (k,). A key whose index is t or more is never seen.
-      s, t: lengths of the whole sequences.
+      mask: the part known before tracing.
+      tokens: segments and positions of these queries and keys.
+      q_index: (q,), indices of the queries in the sequence.
+      k_index: (k,), indices of the keys in the sequence. A key whose index is t or more is never seen.
+      s: number of queries of the whole sequence.
+      t: number of keys of the whole sequence.
 
     Returns:
-      boolean (B or 1, q, k), or `None` where every pair is seen whatever the index below s and t.
+      boolean (B or 1, q, k), or `None` where every pair with indices below s and t is visible.
     """
     rules = []
     if mask.causal or mask.window is not None:
@@ -136,26 +151,34 @@ def visible(mask: Mask, tokens: Tokens, q_index: jax.Array, k_index: jax.Array, 
 
 
 def first_seen(position: Any, window: int) -> Any:
-    """The first position in a window that ends at each; int32 is never left, whatever the position."""
+    """Return the first position in a window that ends at each position; int32 never overflows.
+
+    Args:
+      position: int32.
+      window: number of positions, at least 1.
+    """
     xp: Any = np if isinstance(position, np.ndarray) else jnp
     return xp.maximum(position, -(2**31) + window - 1) - (window - 1)
 
 
 def tile_table(mask: Mask, tokens: Tokens, *, s: int, t: int, q_tile: int, k_tile: int, each: bool = False) -> Any:
-    """`SKIP`, `PARTIAL` or `FULL` of every pair of a tile of queries and a tile of keys.
+    """Return `SKIP`, `PARTIAL` or `FULL` for every pair of a tile of queries and a tile of keys.
 
-    A tile is skipped when nothing is seen in it, which is certain: the ranges of its positions or ids do not meet. A
-    tile that is `PARTIAL` may turn out empty.
+    A tile is skipped only if nothing in it is visible: the ranges of its positions or ids do not meet. A `PARTIAL` tile
+    may turn out to be empty.
 
     Args:
-      mask, tokens: the mask, `tokens` of the whole sequences.
-      s, t: their lengths.
-      q_tile, k_tile: queries and keys of a tile; the last ones may be cut short.
-      each: a table for each example instead of one that holds for the whole batch.
+      mask: the part known before tracing.
+      tokens: segments and positions of the whole sequences.
+      s: number of queries.
+      t: number of keys.
+      q_tile: queries of a tile; the last tile may have fewer.
+      k_tile: keys of a tile; the last tile may have fewer.
+      each: return a table for each example instead of one that holds for the whole batch.
 
     Returns:
-      int8 (query tiles, key tiles), or with `each` (B or 1, query tiles, key tiles), 1 where examples do not differ:
-      NumPy where it does not depend on data, so that it is known while tracing.
+      int8 (query tiles, key tiles), or with `each` (B or 1, query tiles, key tiles), with 1 where examples do not
+      differ. A NumPy array where it does not depend on data, so that it is known while tracing.
     """
     nq, nk = -(-s // q_tile), -(-t // k_tile)
     some: Any = np.ones((1, nq, nk), bool)
@@ -189,13 +212,13 @@ def tile_table(mask: Mask, tokens: Tokens, *, s: int, t: int, q_tile: int, k_til
 
 
 class Visits(NamedTuple):
-    """Which tiles of the other side a tile meets, in the order of the visits; int32, NumPy or JAX as the table is.
+    """The tiles of the other side that each tile visits, in order; int32 arrays of NumPy or JAX, as the table is.
 
     Args:
-      tiles: (B or 1, tiles, tiles of the other side): those seen in full first, then those to mask, then repeats of
-        the last visit (0 where there is none).
-      full: (B or 1, tiles), how many are seen in full.
-      count: (B or 1, tiles), how many are visited.
+      tiles: (B or 1, tiles, tiles of the other side): first the full tiles, then the partial ones, then repeats of the
+        last visit (0 where there is none).
+      full: (B or 1, tiles), number of full tiles.
+      count: (B or 1, tiles), number of visits.
     """
 
     tiles: Any
@@ -204,11 +227,11 @@ class Visits(NamedTuple):
 
 
 def visits(table: Any, *, masked_last: bool = False) -> Visits:
-    """From (B or 1, tiles, tiles of the other side) of `SKIP`, `PARTIAL` and `FULL`.
+    """Return the visits of a table (B or 1, tiles, tiles of the other side) of `SKIP`, `PARTIAL` and `FULL`.
 
     Args:
-      table: of `tile_table`, transposed where keys look for queries.
-      masked_last: the other side's last tile is filled up, so that no visit of it may go unmasked.
+      table: of `tile_table`, transposed where keys visit queries.
+      masked_last: the last tile of the other side is padded, so it is never visited without a mask.
     """
     xp: Any = np if isinstance(table, np.ndarray) else jnp
     table = xp.asarray(table, np.int32)
@@ -222,14 +245,14 @@ def visits(table: Any, *, masked_last: bool = False) -> Visits:
 
 
 def masked(table: Any) -> Any:
-    """The same table with the last tile of keys nowhere seen in full, for it has been filled up."""
+    """Return the table with no `FULL` in the last tile of keys, which is padded."""
     xp: Any = np if isinstance(table, np.ndarray) else jnp
     last = np.arange(table.shape[-1]) == table.shape[-1] - 1
     return xp.where(last, xp.minimum(table, PARTIAL), table)
 
 
 def _range(x: Any, tile: int) -> tuple[Any, Any]:
-    """Smallest and largest of every tile along the last axis: (B, tiles) twice."""
+    """Return the smallest and the largest number of every tile along the last axis, each (B, tiles)."""
     count = -(-x.shape[1] // tile)
     xp: Any = np if isinstance(x, np.ndarray) else jnp
     x = xp.pad(x, ((0, 0), (0, count * tile - x.shape[1])), mode="edge").reshape(x.shape[0], count, tile)
@@ -237,7 +260,7 @@ def _range(x: Any, tile: int) -> tuple[Any, Any]:
 
 
 def _share(blocks: Blocks, s: int, t: int, q_tile: int, k_tile: int) -> np.ndarray:
-    """How much of each tile the table's blocks that meet it cover: 0 is nothing, 1 everything, 0.5 some."""
+    """Return how much of each tile is visible by the block table: 0 for nothing, 1 for everything, 0.5 for a part."""
     table = blocks.table
     total = np.pad(table.astype(np.int64).cumsum(0).cumsum(1), ((1, 0), (1, 0)))
 

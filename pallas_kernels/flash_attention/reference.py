@@ -1,6 +1,6 @@
-"""The truth of attention: dense, float32, plain jax.numpy, its gradient by JAX's own rules. For small sizes only.
+"""The reference of attention: dense, float32, plain jax.numpy, with the gradient by JAX's rules. For small sizes only.
 
-It holds S x T scores for every head, several times over in the gradient.
+It stores S x T scores for every head, several times over in the gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["backward", "forward"]
 
 
 def forward(inputs: Inputs, mask: Mask, score: Score) -> tuple[jax.Array, jax.Array | None]:
-    """The output in q's dtype, and the float32 log-sum-exp (B, S, H), `None` for sigmoid."""
+    """Return the output in q's dtype, and the float32 log-sum-exp (B, S, H), `None` for sigmoid."""
     q, k, v, bias, tokens = inputs
     b, s, h, d = q.shape
     t, kv = k.shape[1:3]
@@ -32,7 +32,7 @@ def forward(inputs: Inputs, mask: Mask, score: Score) -> tuple[jax.Array, jax.Ar
         weights, lse = jnp.where(seen, jax.nn.sigmoid(scores), 0), None
     else:
         some = seen.any(-1, keepdims=True)
-        # An empty row keeps its scores here and is selected away below: its gradient is 0 and not NaN.
+        # An empty row keeps its scores here and is masked below, so that its gradient is 0 and not NaN.
         full = jax.nn.logsumexp(jnp.where(seen | ~some, scores, -jnp.inf), axis=-1, keepdims=True)
         full = jnp.where(some, full, 0)
         weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores, 0) - full), 0)
@@ -44,7 +44,7 @@ def forward(inputs: Inputs, mask: Mask, score: Score) -> tuple[jax.Array, jax.Ar
 def backward(
     inputs: Inputs, mask: Mask, score: Score, dout: jax.Array, dlse: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Cotangents of q, k, v and bias."""
-    *wanted, tokens = inputs
+    """Return the cotangents of q, k, v and bias."""
+    *arrays, tokens = inputs
     f = lambda q, k, v, bias: forward(Inputs(q, k, v, bias, tokens), mask, score)  # noqa: E731
-    return jax.vjp(f, *wanted)[1]((dout, dlse))
+    return jax.vjp(f, *arrays)[1]((dout, dlse))

@@ -1,7 +1,7 @@
-"""Flash attention for TPUs in Mosaic: only tiles that somebody sees are read and computed, keys are never repeated.
+"""Flash attention for TPUs in Mosaic: only visible tiles are read and computed, and keys are never repeated.
 
-On a TPU `deterministic` changes nothing: every sum here has one order. `tpu_steps` lists the tiles that meet,
-`tpu_walk` runs a kernel along the list, `tpu_forward` and `tpu_backward` say what is done where two tiles meet.
+On a TPU `deterministic` changes nothing: every sum has a fixed order. `tpu_steps` lists the tiles that meet, `tpu_walk`
+runs a kernel along the list, and `tpu_forward` and `tpu_backward` define what happens where two tiles meet.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from typing import Any
 
 from pallas_kernels.dispatch import Target
 from pallas_kernels.flash_attention import examples
-from pallas_kernels.flash_attention.inputs import Inputs
+from pallas_kernels.flash_attention.inputs import Inputs, Settings
 from pallas_kernels.flash_attention.masks import Mask
 from pallas_kernels.flash_attention.tpu_backward import backward
 from pallas_kernels.flash_attention.tpu_forward import forward
 from pallas_kernels.flash_attention.tpu_steps import LANES, Cut, Side, step_count
 
 WIDEST = 256
-"""The largest head_dim: with a wider one, smaller tiles would be needed than the table has."""
+"""The largest head_dim: a wider one would need smaller tiles than the table has."""
 
 STEP_BYTES = 768 * 2**10
-"""What the list of steps may take of SMEM, of which there is 1 MiB."""
+"""Most bytes of the list of steps in SMEM, which has 1 MiB."""
 
 
 def supported(
     target: Target,
     *,
     direction: str,
-    how: Any,
+    settings: Settings,
     q: tuple[int, ...],
     k: tuple[int, ...],
     v: tuple[int, ...],
@@ -37,14 +37,18 @@ def supported(
     positions: bool,
     dtype: str,
 ) -> str | None:
-    """Why the kernels cannot run, or `None`.
+    """Return why the kernels cannot run, or `None`.
 
     Args:
-      target: what for.
+      target: the device to compile for.
       direction: "forward" or "backward".
-      how: its `mask` is asked.
-      q, k, v, bias: shapes.
-      segments, positions: whether tokens have them.
+      settings: the op's settings, of which `mask` is used.
+      q: shape.
+      k: shape.
+      v: shape.
+      bias: shape, or `None`.
+      segments: whether tokens have segment ids.
+      positions: whether tokens have positions.
       dtype: of q, k and v.
     """
     if dtype == "float16":
@@ -53,7 +57,7 @@ def supported(
         return "a bias is left to XLA, which adds it as it makes the scores"
     if max(q[3], v[3]) > WIDEST:
         return f"a head_dim is at most {WIDEST} in a kernel, not {max(q[3], v[3])}"
-    mask: Mask = how.mask
+    mask: Mask = settings.mask
     cut = Cut.of(target, direction, mask, q=q, v=v, dtype=dtype, segments=segments, positions=positions)
     if mask.blocks is not None:
         for what, size, tile in (("queries", mask.blocks.query, cut.q_tile), ("keys", mask.blocks.key, cut.k_tile)):
@@ -67,13 +71,13 @@ def supported(
     return None
 
 
-def run(target: Target, inputs: Inputs, *others: Any, direction: str, how: Any, **_: Any) -> Any:
-    """Output and log-sum-exp, or cotangents of q, k, v and bias."""
-    return (forward if direction == "forward" else backward)(target, inputs, how.mask, how.score, *others)
+def run(target: Target, inputs: Inputs, *others: Any, direction: str, settings: Settings, **_: Any) -> Any:
+    """Return output and log-sum-exp, or the cotangents of q, k, v and bias."""
+    return (forward if direction == "forward" else backward)(target, inputs, settings.mask, settings.score, *others)
 
 
 def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
-    """What ships, for the gate: (name, function, shapes)."""
+    """Yield (name, function, shapes) of what ships, for the gate."""
     for name, case in CASES.items():
         for direction in ("forward", "backward"):
             yield (f"{name} {direction}", *examples.case(run, direction, **case))
@@ -95,4 +99,4 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "float32 256 causal": {"mask": Mask(causal=True), "d": 256, "dv": 256, "dtype": "float32"},
 }  # fmt: skip
-"""What the gate compiles: a name -> arguments of `examples.case`."""
+"""Cases that the gate compiles: a name -> arguments of `examples.case`."""

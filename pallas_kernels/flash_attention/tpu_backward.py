@@ -1,8 +1,8 @@
-"""Attention's backward pass on TPUs: two walks, one for the keys' and values' cotangents and one for the queries'.
+"""Attention's backward pass on TPUs: one walk for the cotangents of keys and values, and one for those of queries.
 
-Each makes the weights again from the log-sum-exp (Dao et al. 2022) and sums in one order, so that equal inputs give
-equal bits with `deterministic` or without. Where a tile of keys stays, scores are (keys, queries): the queries'
-log-sum-exp then lies along the lanes as it comes, and every product but the first is plain rows by columns.
+Each computes the weights again from the log-sum-exp (Dao et al. 2022) and sums in a fixed order, so that equal inputs
+give equal bits with or without `deterministic`. Where a tile of keys stays, scores are (keys, queries): the queries'
+log-sum-exp is then along the lanes, as in memory, and every product but the first is plain rows by columns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def backward(
     dout: jax.Array,
     dlse: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    """Cotangents of q, k, v and of a bias, of which there is none here."""
+    """Return the cotangents of q, k and v, and `None` for a bias."""
     cut = Cut.of_inputs(target, "backward", inputs, mask)
     arrays = {
         "q": cut.wide(inputs.q, "queries"),
@@ -51,7 +51,7 @@ def backward(
 
 
 def _of_queries(target: Target, cut: Cut, inputs: Inputs, score: Score, arrays: dict[str, jax.Array]) -> jax.Array:
-    """The cotangent of q, as `Cut.wide` lays it."""
+    """Return the cotangent of q, in the layout of `Cut.wide`."""
     q = arrays["q"]
     stats = [n for n in ("lse", "delta") if n in arrays]
     width = q.shape[3]
@@ -63,10 +63,10 @@ def _of_queries(target: Target, cut: Cut, inputs: Inputs, score: Score, arrays: 
 
     def add(refs: Refs, seen: jax.Array | None) -> None:
         key = refs["k"][...]
-        found, slope = scores(refs["q"][...], key, score, seen)
+        tile_scores, slope = scores(refs["q"][...], key, score, seen)
         dweights = product(refs["dout"][...], refs["v"][...], (1, 1))
         lse, delta = (lanes(refs[f"{n}_column"][...], cut.k_tile) for n in stats) if stats else (None, None)
-        dscores = _gradient(key.dtype, found, slope, dweights, lse, delta)[1]
+        dscores = _gradient(key.dtype, tile_scores, slope, dweights, lse, delta)[1]
         refs["acc"][...] += product(dscores.astype(key.dtype), key, (1, 0))
 
     def end(refs: Refs) -> None:
@@ -83,7 +83,7 @@ def _of_queries(target: Target, cut: Cut, inputs: Inputs, score: Score, arrays: 
 def _of_keys(
     target: Target, cut: Cut, inputs: Inputs, score: Score, arrays: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """The cotangents of k and v, as `Cut.wide` lays them."""
+    """Return the cotangents of k and v, in the layout of `Cut.wide`."""
     k, v = arrays["k"], arrays["v"]
 
     def begin(refs: Refs) -> None:
@@ -92,10 +92,10 @@ def _of_keys(
 
     def add(refs: Refs, seen: jax.Array | None) -> None:
         query, dout = refs["q"][...], refs["dout"][...]
-        found, slope = scores(refs["k"][...], query, score, seen)
+        tile_scores, slope = scores(refs["k"][...], query, score, seen)
         dweights = product(refs["v"][...], dout, (1, 1))
         lse, delta = (refs["lse"][...], refs["delta"][...]) if "lse" in refs else (None, None)
-        weights, dscores = _gradient(query.dtype, found, slope, dweights, lse, delta)
+        weights, dscores = _gradient(query.dtype, tile_scores, slope, dweights, lse, delta)
         refs["dv_acc"][...] += product(weights.astype(dout.dtype), dout, (1, 0))
         refs["dk_acc"][...] += product(dscores.astype(query.dtype), query, (1, 0))
 
@@ -106,8 +106,8 @@ def _of_keys(
     outs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in (("dk", k), ("dv", v))}
     scratch = {f"{name}_acc": (cut.k_tile, x.shape[3]) for name, x in outs.items()}
     own: Side = "keys"
-    found = walk(target, cut, inputs.tokens, own, arrays, outs, scratch, begin=begin, add=add, end=end, products=4)
-    return found["dk"], found["dv"]
+    grads = walk(target, cut, inputs.tokens, own, arrays, outs, scratch, begin=begin, add=add, end=end, products=4)
+    return grads["dk"], grads["dv"]
 
 
 def _gradient(
@@ -118,7 +118,7 @@ def _gradient(
     lse: jax.Array | None,
     delta: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The weights again, by a log-sum-exp in the scores' units, and the cotangent of scale * q k."""
+    """Return the weights, from a log-sum-exp in the scores' units, and the cotangent of scale * q k."""
     if lse is None or delta is None:
         weights = jax.nn.sigmoid(scores)
         dscores = dweights * weights * (1 - weights)

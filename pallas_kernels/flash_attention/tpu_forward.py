@@ -1,4 +1,4 @@
-"""Attention's forward pass on TPUs: a tile of queries stays, the keys that it sees come by (see `tpu_walk`)."""
+"""Attention's forward pass on TPUs: a tile of queries stays and walks over the keys that it sees (see `tpu_walk`)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pallas_kernels.flash_attention.tpu_walk import Refs, lanes, product, scores
 
 
 def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[jax.Array, jax.Array | None]:
-    """The output in q's dtype, and the float32 log-sum-exp (B, S, H), `None` for sigmoid.
+    """Return the output in q's dtype, and the float32 log-sum-exp (B, S, H), `None` for sigmoid.
 
-    The softmax is the online one (Milakov & Gimelshein 2018): largest score and sum so far, in float32.
+    The softmax is the online one (Milakov & Gimelshein 2018): running maximum and sum, in float32.
     """
     cut = Cut.of_inputs(target, "forward", inputs, mask)
     q, k, v = cut.wide(inputs.q, "queries"), cut.wide(inputs.k, "keys"), cut.wide(inputs.v, "keys")
@@ -29,15 +29,15 @@ def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[j
             refs["total"][...] = jnp.zeros((cut.q_tile, LANES), jnp.float32)
 
     def add(refs: Refs, seen: jax.Array | None) -> None:
-        found, _ = scores(refs["q"][...], refs["k"][...], score, seen)
+        tile_scores, _ = scores(refs["q"][...], refs["k"][...], score, seen)
         value = refs["v"][...]
         if not softmax:
-            refs["acc"][...] += product(jax.nn.sigmoid(found).astype(value.dtype), value, (1, 0))
+            refs["acc"][...] += product(jax.nn.sigmoid(tile_scores).astype(value.dtype), value, (1, 0))
             return
         top = refs["top"][...]
-        higher = jnp.maximum(top, found.max(1, keepdims=True))
-        finite = jnp.where(higher == -jnp.inf, 0.0, higher)  # nothing seen so far: weights of 0 and not NaN
-        fade, weights = exp(top - finite), exp(found - lanes(finite, cut.k_tile))
+        higher = jnp.maximum(top, tile_scores.max(1, keepdims=True))
+        finite = jnp.where(higher == -jnp.inf, 0.0, higher)  # without visible keys so far, weights are 0 and not NaN
+        fade, weights = exp(top - finite), exp(tile_scores - lanes(finite, cut.k_tile))
         refs["top"][...] = higher
         refs["total"][...] = refs["total"][...] * fade + weights.sum(1, keepdims=True)
         mixed = product(weights.astype(value.dtype), value, (1, 0))
@@ -47,7 +47,7 @@ def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[j
         acc = refs["acc"][...]
         if softmax:
             total = refs["total"][...]
-            some = total != 0  # no number is some: it has to be seen
+            some = total != 0  # true for NaN, so that it shows in the result
             total = jnp.where(some, total, 1.0)
             acc = acc * lanes(1 / total, width)
             refs["lse"][...] = jnp.where(some, refs["top"][...] * (1 / unit) + jnp.log(total), -jnp.inf).T[:1]
@@ -58,7 +58,7 @@ def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[j
     if softmax:
         outs["lse"] = jax.ShapeDtypeStruct((*q.shape[:2], 1, q.shape[2]), jnp.float32)
         scratch |= {"top": (cut.q_tile, LANES), "total": (cut.q_tile, LANES)}
-    found = walk(
+    results = walk(
         target,
         cut,
         inputs.tokens,
@@ -71,4 +71,4 @@ def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[j
         end=end,
         products=2,
     )
-    return cut.narrow(found["out"], cut.s, inputs.v.shape[3]), cut.unrows(found["lse"]) if softmax else None
+    return cut.narrow(results["out"], cut.s, inputs.v.shape[3]), cut.unrows(results["lse"]) if softmax else None

@@ -1,4 +1,4 @@
-"""How the TPU kernels cut arrays into tiles, and the list of tiles that meet, which they walk (see `tpu_walk`)."""
+"""The tiles of the TPU kernels' arrays, and the list of tiles that meet, along which kernels run (see `tpu_walk`)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pallas_kernels.tiles import lookup
 
 LANES = 128
 OF_KEYS = ("k", "v", "dk", "dv", "k_segments", "k_positions")
-"""Arrays that are cut as keys are; the others are cut as queries."""
+"""Arrays that are cut like the keys; the others are cut like the queries."""
 BEGIN, ADD_ALL, ADD_SEEN, END = 1, 2, 4, 8
-"""What is to be done in a step: start a tile, add a tile of which all or some is seen, write a tile."""
+"""Bits of a step's work: start a tile, add a fully visible tile, add a partly visible tile, write a tile."""
 
 Side = Literal["queries", "keys"]
 
@@ -29,13 +29,19 @@ Side = Literal["queries", "keys"]
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How attention's arrays are cut.
+    """How attention's arrays are cut into tiles.
 
     Args:
-      mask: what is seen.
-      b, s, t, h, kv: examples, queries, keys, query heads, key heads.
-      q_tile, k_tile: queries and keys of a tile, the last one filled up with zeros; 0 if none keeps a mask's blocks.
-      segments, positions: whether tokens have them.
+      mask: the mask.
+      b: examples.
+      s: queries.
+      t: keys.
+      h: query heads.
+      kv: key heads.
+      q_tile: queries of a tile, the last one padded with zeros; 0 if no tile fits the mask's blocks.
+      k_tile: keys of a tile, the last one padded with zeros; 0 if no tile fits the mask's blocks.
+      segments: whether tokens have segment ids.
+      positions: whether tokens have positions.
     """
 
     mask: Mask
@@ -62,15 +68,17 @@ class Cut:
         segments: bool,
         positions: bool,
     ) -> Cut:
-        """By the table of tiles.
+        """Make it from the table of tiles.
 
         Args:
-          target: what for.
+          target: the device to compile for.
           kernel: "forward" or "backward".
-          mask: what is seen.
-          q, v: shapes of queries and values.
+          mask: the mask.
+          q: shape of the queries.
+          v: shape of the values.
           dtype: their dtype.
-          segments, positions: whether tokens have them.
+          segments: whether tokens have segment ids.
+          positions: whether tokens have positions.
         """
         (b, s, h, d), (_, t, kv, dv) = q, v
         tile = lookup("flash_attention", target.kind or "TPU", kernel=kernel, dtype=dtype, width=max(d, dv))
@@ -81,7 +89,7 @@ class Cut:
 
     @classmethod
     def of_inputs(cls, target: Target, kernel: str, inputs: Inputs, mask: Mask) -> Cut:
-        """The same, of arrays."""
+        """Make it from the table of tiles, for arrays."""
         q, _, v, _, tokens = inputs
         return cls.of(
             target,
@@ -95,30 +103,30 @@ class Cut:
         )
 
     def wide(self, x: jax.Array, side: Side) -> jax.Array:
-        """(B, S, H, D) or (B, T, K, D) as (B, heads, whole tiles, whole lanes); so it lies in memory anyway."""
+        """Return (B, S, H, D) or (B, T, K, D) as (B, heads, whole tiles, whole lanes), as it lies in memory."""
         x = jnp.pad(x, ((0, 0), (0, self._missing(side)), (0, 0), (0, -x.shape[3] % LANES)))
         return x.transpose(0, 2, 1, 3)
 
     def narrow(self, x: jax.Array, length: int, width: int) -> jax.Array:
-        """The way back, without what was filled up."""
+        """Undo `wide`: remove the padding."""
         return x.transpose(0, 2, 1, 3)[:, :length, :, :width]
 
     def rows(self, x: jax.Array) -> jax.Array:
-        """(B, S, H) as (B, H, 1, whole tiles)."""
+        """Return (B, S, H) as (B, H, 1, whole tiles)."""
         return jnp.pad(x, ((0, 0), (0, self._missing("queries")), (0, 0))).transpose(0, 2, 1)[:, :, None]
 
     def unrows(self, x: jax.Array) -> jax.Array:
-        """The way back."""
+        """Undo `rows`."""
         return x[:, :, 0].transpose(0, 2, 1)[:, : self.s]
 
     def tokens(self, tokens: Tokens) -> dict[str, jax.Array]:
-        """Segments and positions by name, as (B, 1, whole tiles)."""
-        found = {}
+        """Return segments and positions by name, as (B, 1, whole tiles)."""
+        padded = {}
         for name, x in zip(Tokens._fields, tokens, strict=True):
             if x is not None:
                 side: Side = "keys" if name in OF_KEYS else "queries"
-                found[name] = jnp.pad(x, ((0, 0), (0, self._missing(side))))[:, None]
-        return found
+                padded[name] = jnp.pad(x, ((0, 0), (0, self._missing(side))))[:, None]
+        return padded
 
     def _missing(self, side: Side) -> int:
         length, tile = (self.s, self.q_tile) if side == "queries" else (self.t, self.k_tile)
@@ -126,7 +134,7 @@ class Cut:
 
 
 def _fit(tile: int, length: int, block: int | None) -> int:
-    """A tile's length: as few tiles as `tile` allows, of one size; a divisor of a mask's blocks, 0 if there is none."""
+    """Return a tile's length: as few tiles as `tile` allows, of one size; a divisor of a mask's blocks, 0 if none."""
     step = min(LANES, tile)
     if block is not None and block < length:
         common = math.gcd(tile, block)
@@ -138,13 +146,14 @@ def _fit(tile: int, length: int, block: int | None) -> int:
 
 
 class Steps(NamedTuple):
-    """The list of meetings: int32, (1 or B) x `length` numbers each.
+    """The list of steps, in each of which two tiles meet: int32, (1 or B) x `length` numbers each.
 
     Args:
-      own, other: which tiles meet.
-      todo: what is to be done: begin, add a full tile, add one with its mask, end; or nothing.
-      length: how many there are for an example.
-      each: whether every example has its own.
+      own: the tile of the side that stays.
+      other: the tile of the other side.
+      todo: the step's work: begin, add a full tile, add one with its mask, end; or 0 for nothing.
+      length: number of steps of an example.
+      each: whether every example has its own list.
     """
 
     own: Any
@@ -154,27 +163,27 @@ class Steps(NamedTuple):
     each: bool
 
     def may(self, what: int) -> bool:
-        """Whether a step asks for it, as far as is known; what none asks for need not be compiled."""
+        """Whether a step may have some work, as far as is known while tracing; other work need not be compiled."""
         return not isinstance(self.todo, np.ndarray) or bool((self.todo & what).any())
 
 
 def step_count(cut: Cut, own: Side) -> int:
-    """How many steps an example may need, whatever segments and positions say."""
+    """Return the most steps that an example may need, whatever its segments and positions."""
     mask = dataclasses.replace(cut.mask, causal=False, window=None) if cut.positions else cut.mask
     table = tile_table(mask, Tokens(), s=cut.s, t=cut.t, q_tile=cut.q_tile, k_tile=cut.k_tile)
     return int(np.maximum((table != SKIP).sum(1 if own == "queries" else 0), 1).sum())
 
 
 def steps(cut: Cut, tokens: Tokens, own: Side) -> Steps:
-    """The list of a kernel that stays at tiles of one side."""
+    """Return the list of steps of a kernel that stays at tiles of one side."""
     table = tile_table(cut.mask, tokens, s=cut.s, t=cut.t, q_tile=cut.q_tile, k_tile=cut.k_tile, each=True)
     if own == "keys":
-        met = visits(table.swapaxes(1, 2))  # queries that fill up a tile are zero, and so is all that comes of them
+        met = visits(table.swapaxes(1, 2))  # padded queries are zero, and so is what they contribute
     else:
         met = visits(table, masked_last=cut.t % cut.k_tile > 0)
     xp: Any = np if isinstance(table, np.ndarray) else jnp
     count, (examples, _, others) = step_count(cut, own), met.tiles.shape
-    length = xp.maximum(met.count, 1)  # a tile that sees nothing begins and ends
+    length = xp.maximum(met.count, 1)  # a tile that sees nothing has a step to begin and end
     ends = xp.cumsum(length, -1)
     n = np.arange(count)
     mine = xp.minimum((ends[:, None] <= n[:, None]).sum(-1), ends.shape[1] - 1)

@@ -1,13 +1,13 @@
-"""What the three TPU kernels share: the walk over the tiles that are seen, and the scores of two tiles that meet.
+"""Shared by the three TPU kernels: the walk over the visible tiles, and the scores of two tiles that meet.
 
-A kernel stays at a tile of one side, its own (queries or keys), and meets those tiles of the other side of which it
-sees something. Every meeting is one step of the grid; the steps are listed beforehand, and the list is prefetched into
-SMEM, where the index maps read which tiles to bring. A tile that nobody sees is thus never brought, and where the list
-is known while tracing it is no step either. Where it depends on data, there are as many steps as the part of the mask
-that does not depend on it leaves, and those left over at the end do nothing and bring nothing.
+A kernel stays at a tile of one side, its own (queries or keys), and visits the tiles of the other side of which it sees
+something. Every visit is one step of the grid. The list of steps is made beforehand and prefetched into SMEM, where the
+index maps read which tiles to copy. So an invisible tile is never copied, and where the list is known while tracing it
+has no step. Where the list depends on data, the number of steps is that of the mask without data, and steps left over
+at the end do nothing and copy nothing.
 
-Scores are (own, other). What belongs to a row of them, a number for every token of the own side, is a column of 128
-equal lanes, made once for each tile; what belongs to a column lies along the lanes of a row as it comes from memory.
+Scores are (own, other). Numbers of a row of scores, one for every token of the own side, are a column with 128 equal
+lanes, made once for each tile; those of a column are along the lanes of a row, as in memory.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _ROWS = ("lse", "delta")
 
 
 def column(row: jax.Array) -> jax.Array:
-    """(1, n) as (n, 128), every lane the same."""
+    """Return (1, n) as (n, 128), with equal lanes."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
 def lanes(x: jax.Array, n: int) -> jax.Array:
-    """(rows, 128) of equal lanes as (rows, n)."""
+    """Return (rows, 128) with equal lanes as (rows, n)."""
     return x[:, :n] if n <= LANES else jnp.tile(x, (1, n // LANES))
 
 
 def product(x: jax.Array, y: jax.Array, over: tuple[int, int]) -> jax.Array:
-    """Over an axis of each, float32: exact for float32, else products of the arrays' dtype."""
+    """Return the product over an axis of each, float32: exact for float32, else of products in the arrays' dtype."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(
         x, y, (((over[0],), (over[1],)), ((), ())), precision=precision, preferred_element_type=jnp.float32
@@ -55,32 +55,33 @@ def product(x: jax.Array, y: jax.Array, over: tuple[int, int]) -> jax.Array:
 
 
 def units(dtype: Any) -> tuple[float, Callable[[jax.Array], jax.Array]]:
-    """What a softmax's scores are multiplied by, and the function that makes weights of them.
+    """Return the factor of a softmax's scores, and the function that turns them into weights.
 
-    A TPU has `exp2`, and `exp` multiplies once more; but scores in units of log(2) round once more, as float32 shows.
+    A TPU has `exp2`, and `exp` costs one more multiplication; but scores in units of log(2) are rounded once more,
+    which shows in float32.
     """
     return (1.0, jnp.exp) if dtype == jnp.float32 else (math.log2(math.e), jnp.exp2)
 
 
 def scores(x: jax.Array, y: jax.Array, score: Score, seen: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """A tile's scores, -inf where unseen, and what a soft-cap multiplies their gradient by, or `None`.
+    """Return a tile's scores, -inf where invisible, and the derivative of the soft-cap, or `None`.
 
-    Those of a softmax are in `units`.
+    A softmax's scores are in `units`.
     """
     unit = units(x.dtype)[0] if score.kind == "softmax" else 1.0
-    found, slope = product(x, y, (1, 1)), None
+    result, slope = product(x, y, (1, 1)), None
     if score.softcap is None:
-        found = found * (score.scale * unit)
+        result = result * (score.scale * unit)
     else:
-        tanh = jnp.tanh(found * (score.scale / score.softcap))
-        found, slope = (score.softcap * unit) * tanh, 1 - tanh * tanh
+        tanh = jnp.tanh(result * (score.scale / score.softcap))
+        result, slope = (score.softcap * unit) * tanh, 1 - tanh * tanh
     if score.shift:
-        found = found + score.shift * unit
-    return (found if seen is None else jnp.where(seen, found, -jnp.inf)), slope
+        result = result + score.shift * unit
+    return (result if seen is None else jnp.where(seen, result, -jnp.inf)), slope
 
 
 def _seen(cut: Cut, own: Side, refs: Refs, i: Any, j: Any) -> jax.Array | None:
-    """`masks.visible`'s rule for tiles `i` of the own side and `j` of the other; blocks are never cut by a tile."""
+    """Apply `masks.visible`'s rule to tile `i` of the own side and tile `j` of the other; a tile never cuts blocks."""
     shape = (cut.q_tile, cut.k_tile) if own == "queries" else (cut.k_tile, cut.q_tile)
     mine, other = ("q", "k") if own == "queries" else ("k", "q")
     index = [
@@ -126,27 +127,29 @@ def walk(
     end: Callable[[Refs], None],
     products: int,
 ) -> dict[str, jax.Array]:
-    """Runs a kernel.
+    """Run a kernel along its list of steps.
 
-    A kernel of queries is run for every query head. One of keys is run for every key head and meets a tile of queries
-    once for each query head that reads it.
+    A kernel of queries runs for every query head. One of keys runs for every key head and visits a tile of queries once
+    for each query head that reads it.
 
     Args:
-      target: what for.
-      cut, tokens: the tiles, and what the mask asks of data.
+      target: the device to compile for.
+      cut: how arrays are cut into tiles.
+      tokens: segments and positions.
       own: the side at whose tiles it stays.
-      arrays, outs: by the names that `Refs` has them under: "q", "k", "v", "lse", ...
+      arrays: inputs, by their names in `Refs`: "q", "k", "v", "lse", ...
+      outs: outputs, by their names in `Refs`.
       scratch: a name -> a float32 shape.
-      begin: done at a tile's first step.
-      add: done for every tile met, with what is seen in it, boolean (own, other), or `None` for everything.
-      end: done at a tile's last step: writes the outputs.
+      begin: runs at a tile's first step.
+      add: runs for every visit, with the boolean mask (own, other), or `None` for a fully visible tile.
+      end: runs at a tile's last step: writes the outputs.
       products: matrix products of a step, for the estimate of its cost.
     """
     plan = steps(cut, tokens, own)
     groups = cut.h // cut.kv
     heads, inner = (cut.h, 1) if own == "queries" else (cut.kv, groups)
     of_tokens = cut.tokens(tokens)
-    kept = [n for n in ("segments", "positions") if f"q_{n}" in of_tokens]
+    token_kinds = [n for n in ("segments", "positions") if f"q_{n}" in of_tokens]
     own_tile = cut.q_tile if own == "queries" else cut.k_tile
 
     def spec(name: str, x: Any) -> pl.BlockSpec:
@@ -162,7 +165,7 @@ def walk(
                 head = h // groups if own == "queries" else h
             elif own == "queries":
                 head = h
-            else:  # a step without anything to do brings nothing new
+            else:  # a step without work copies nothing new
                 head = h * groups + (g if groups == 1 else jnp.where(todo_ref[n] == 0, groups - 1, g))
             return (b, head, 0, at) if name in _ROWS else (b, head, at, 0)
 
@@ -170,9 +173,9 @@ def walk(
             return pl.BlockSpec((None, 1, tile), place)
         return pl.BlockSpec((None, None, 1, tile) if name in _ROWS else (None, None, tile, x.shape[3]), place)
 
-    given = {**arrays, **of_tokens}
-    shapes = {**scratch, **{f"own_{n}": (own_tile, LANES) for n in kept}}
-    names = (*given, *outs, *shapes)
+    operands = {**arrays, **of_tokens}
+    shapes = {**scratch, **{f"own_{n}": (own_tile, LANES) for n in token_kinds}}
+    names = (*operands, *outs, *shapes)
 
     def kernel(own_ref: Any, other_ref: Any, todo_ref: Any, *references: Any) -> None:
         refs = dict(zip(names, references, strict=True))
@@ -182,7 +185,7 @@ def walk(
 
         @pl.when((todo & BEGIN != 0) & (g == 0))
         def _() -> None:
-            for name in kept:
+            for name in token_kinds:
                 mine = "q" if own == "queries" else "k"
                 refs[f"own_{name}"][...] = column(refs[f"{mine}_{name}"][...])
             begin(refs)
@@ -211,7 +214,7 @@ def walk(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(cut.b, heads, plan.length, inner),
-            in_specs=[spec(n, x) for n, x in given.items()],
+            in_specs=[spec(n, x) for n, x in operands.items()],
             out_specs=tuple(spec(n, x) for n, x in outs.items()),
             scratch_shapes=[
                 pltpu.VMEM(shape, jnp.int32 if name.startswith("own_") else jnp.float32)
@@ -227,5 +230,5 @@ def walk(
             bytes_accessed=sum(math.prod(x.shape) * x.dtype.itemsize for x in wide),
         ),
         interpret=target.tpu(),
-    )(*(jnp.asarray(x) for x in plan[:3]), *given.values())
+    )(*(jnp.asarray(x) for x in plan[:3]), *operands.values())
     return dict(zip(outs, results, strict=True))

@@ -1,4 +1,4 @@
-"""What `python -m pallas_kernels.tune flash_attention` tries."""
+"""Keys, candidates and cases for `python -m pallas_kernels.tune flash_attention`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from pallas_kernels.dispatch import Target
 from pallas_kernels.flash_attention import examples, gpu, tpu
-from pallas_kernels.flash_attention.inputs import Inputs
+from pallas_kernels.flash_attention.inputs import Inputs, Settings
 from pallas_kernels.flash_attention.masks import Mask
 from pallas_kernels.tiles import trying
 
@@ -17,19 +17,19 @@ Key = dict[str, Any]
 
 
 def keys(platform: str) -> Iterator[Key]:
-    """What a tile depends on."""
+    """Yield what a tile depends on."""
     if platform == "tpu":
         for kernel, dtype, width in itertools.product(("forward", "backward"), ("bfloat16", "float32"), (128, 256)):
             yield {"kernel": kernel, "dtype": dtype, "width": width}
         return
     for (d, dv), softcap, tokens in itertools.product(gpu.WIDTHS, (False, True), (False, True)):
-        ways = dict.fromkeys(w for fixed in (False, True) for w in gpu.passes(d, dv, fixed, softcap))
-        for kernel in ("forward", *(f"backward of {w}" for w in ways)):
+        outputs = dict.fromkeys(w for fixed in (False, True) for w in gpu.passes(d, dv, fixed, softcap))
+        for kernel in ("forward", *(f"backward of {w}" for w in outputs)):
             yield {"kernel": kernel, "width": d, "values": dv, "softcap": softcap, "tokens": tokens}
 
 
 def candidates(platform: str, key: Key) -> Iterator[dict[str, int]]:
-    """Tiles, the likeliest first."""
+    """Yield tiles, the likeliest to be fast first."""
     if platform == "tpu":
         large = key["dtype"] == "bfloat16"
         sizes = (1024, 512, 2048) if large else (512, 256, 1024)
@@ -56,7 +56,7 @@ def candidates(platform: str, key: Key) -> Iterator[dict[str, int]]:
 
 
 def build(platform: str, key: Key, tile: dict[str, int]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A causal case with a tile, and the shapes of its arguments."""
+    """Return a causal case with a tile, and the shapes of its arguments."""
     options: dict[str, Any] = {"mask": Mask(causal=True), "s": 8192}
     if platform == "tpu":
         options |= {"d": key["width"], "dv": key["width"], "dtype": key["dtype"]}
@@ -65,8 +65,8 @@ def build(platform: str, key: Key, tile: dict[str, int]) -> tuple[Callable[..., 
         options |= {"d": key["width"], "dv": key["values"], "h": 16, "kv": 4}
         options |= {"segments": key["tokens"], "positions": key["tokens"]}
         options |= {"softcap": 30.0} if key["softcap"] else {}
-        direction, _, wanted = key["kernel"].partition(" of ")
-        fn, shapes = examples.case(functools.partial(_one, wanted) if wanted else gpu.run, direction, **options)
+        direction, _, outputs = key["kernel"].partition(" of ")
+        fn, shapes = examples.case(functools.partial(_one, outputs) if outputs else gpu.run, direction, **options)
 
     def tried(*arrays: Any) -> Any:
         with trying("flash_attention", tile):
@@ -75,6 +75,6 @@ def build(platform: str, key: Key, tile: dict[str, int]) -> tuple[Callable[..., 
     return tried, shapes
 
 
-def _one(wanted: str, target: Target, inputs: Inputs, *others: Any, how: Any, **_: Any) -> Any:
-    """One kernel of the backward pass for GPUs."""
-    return gpu.one_pass(target, inputs, how.mask, how.score, gpu.stats_of(*others), others[2], wanted)
+def _one(outputs: str, target: Target, inputs: Inputs, *others: Any, settings: Settings, **_: Any) -> Any:
+    """Run one kernel of the backward pass for GPUs."""
+    return gpu.one_pass(target, inputs, settings.mask, settings.score, gpu.stats_of(*others), others[2], outputs)

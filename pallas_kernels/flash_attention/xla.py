@@ -1,12 +1,12 @@
-"""Attention in tiles, as XLA computes it anywhere: a scan over tiles of keys for each tile of queries.
+"""Attention in tiles, as XLA computes it on any platform: a scan over tiles of keys for each tile of queries.
 
 Scores exist for one tile of queries and one of keys at a time, at most `TILE` x `TILE` for every example and head, so
 memory grows with S + T and never with S x T. The softmax is the online one (Milakov & Gimelshein 2018), in float32; the
-backward pass makes the weights again from the log-sum-exp (Dao et al. 2022), one tile of keys after another. Where
-`tile_table` says that nobody in the batch sees anything, a tile's work is not done (under `vmap` it is, and dropped).
-A full tile is masked like a partial one: XLA fuses that with the exponential, and a third branch only costs compiling.
+backward pass computes the weights again from the log-sum-exp (Dao et al. 2022), one tile of keys after another. A tile
+is not computed where `tile_table` shows that no example sees any of it (under `vmap` it is computed and dropped). A
+full tile is masked like a partial one: XLA fuses that with the exponential, and a third branch only costs compile time.
 
-Tiles are numbered first, and heads grouped by the key head they read: queries are (nq, B, K, G, q, D) and keys
+Tiles are the first axis, and heads are grouped by the key head that they read: queries are (nq, B, K, G, q, D) and keys
 (nk, B, K, k, D).
 """
 
@@ -27,34 +27,34 @@ from pallas_kernels.flash_attention.masks import SKIP, Mask, Tokens, tile_table,
 __all__ = ["TILE", "backward", "forward", "of_rows"]
 
 TILE = 512
-"""Queries and keys of a tile at most: no larger matrix of scores is ever held."""
+"""Most queries and keys of a tile, so that no larger matrix of scores exists."""
 
 _product = lambda subscripts, *arrays: jnp.einsum(subscripts, *arrays, preferred_element_type=jnp.float32)  # noqa: E731
 
 
 def forward(inputs: Inputs, mask: Mask, score: Score) -> tuple[jax.Array, jax.Array | None]:
-    """The output in q's dtype, and the float32 log-sum-exp (B, S, H), `None` for sigmoid."""
+    """Return the output in q's dtype, and the float32 log-sum-exp (B, S, H), `None` for sigmoid."""
     cut = _Cut.of(inputs, mask, score)
-    # Masks depend on tokens and the tiles' numbers alone. Of a scan over layers, differentiated, JAX would therefore
-    # make those of all tiles beforehand and hold them, S x T for every head; what depends on q belongs to the layer.
+    # Masks depend only on tokens and tile numbers. When a scan over layers is differentiated, JAX would therefore
+    # compute the masks of all tiles before the scan and store them, S x T for every head. Make them depend on q.
     numbers = jnp.arange(cut.nq), jnp.arange(cut.nk), jnp.asarray(cut.table)
     (rows, columns, table), inputs = lax.optimization_barrier((numbers, inputs))
     keys = cut.keys(inputs)
 
-    def queries(given: tuple[Any, ...]) -> tuple[jax.Array, jax.Array | None]:
-        i, query, row = given
+    def queries(xs: tuple[Any, ...]) -> tuple[jax.Array, jax.Array | None]:
+        i, query, row = xs
         acc = jnp.zeros((*query.x.shape[:-1], cut.dv), jnp.float32)
         start = (acc, *(jnp.full(acc.shape[:-1], x, jnp.float32) for x in (-jnp.inf, 0.0)))
 
-        def step(carry: Any, given: tuple[Any, ...]) -> tuple[Any, None]:
-            j, (key, value), state = given
+        def step(carry: Any, xs: tuple[Any, ...]) -> tuple[Any, None]:
+            j, (key, value), state = xs
             add = lambda: _attend(carry, cut.scores(query, key, i, j)[0], value, score)  # noqa: E731
             return cut.unless_skipped(state, add, lambda: carry), None
 
         (acc, top, total), _ = lax.scan(step, start, (columns, keys, row))
         if score.kind == "sigmoid":
             return acc.astype(inputs.q.dtype), None
-        some = total != 0  # no number is some: it has to be seen
+        some = total != 0  # true for NaN, so that it shows in the result
         out = acc / jnp.where(some, total, 1)[..., None]
         return out.astype(inputs.q.dtype), jnp.where(some, top + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
 
@@ -71,25 +71,25 @@ def backward(
     dout: jax.Array,
     dlse: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Cotangents of q, k, v and bias."""
+    """Return the cotangents of q, k, v and bias."""
     cut = _Cut.of(inputs, mask, score)
     queries, douts, stats = cut.queries(inputs.q, inputs.tokens), cut.split(dout), None
     if lse is not None and dlse is not None:
         stats = tuple(cut.split(x[..., None])[..., 0] for x in of_rows(out, lse, dout, dlse))
 
-    def of_keys(carry: Any, given: tuple[Any, ...]) -> tuple[Any, Any]:
-        j, (key, value), column = given
+    def of_keys(carry: Any, xs: tuple[Any, ...]) -> tuple[Any, Any]:
+        j, (key, value), column = xs
 
-        def step(carry: Any, given: tuple[Any, ...]) -> tuple[Any, Any]:
-            i, query, dout, stat, state = given
+        def step(carry: Any, xs: tuple[Any, ...]) -> tuple[Any, Any]:
+            i, query, dout, stat, state = xs
             work = lambda: _gradients(cut, query, key, value, dout, stat, i, j)  # noqa: E731
             nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(work))  # noqa: E731
             dq, dk, dv, dbias = cut.unless_skipped(state, work, nothing)
             return (carry[0] + dk, carry[1] + dv), (dq, dbias)
 
         start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (key.x, value))
-        given = (jnp.arange(cut.nq), queries, douts, stats, column)
-        (dk, dv), (dq, dbias) = lax.scan(step, start, given)
+        xs = (jnp.arange(cut.nq), queries, douts, stats, column)
+        (dk, dv), (dq, dbias) = lax.scan(step, start, xs)
         total, constant = carry
         if cut.bias is not None and cut.bias.shape[4] == 1:  # one number for all keys
             constant, dbias = constant + dbias, None
@@ -106,14 +106,14 @@ def backward(
 
 
 def of_rows(out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What the gradient of a softmax needs of a row, float32 (B, S, H): a finite log-sum-exp, and its dot product."""
-    # Of an empty row nothing depends on anything, whatever a merge made of -inf.
+    """Return each row's finite log-sum-exp, and sum of dout * out less `dlse`, float32 (B, S, H): a softmax's gradient."""
+    # An empty row has no gradient, whatever the cotangent of its log-sum-exp after a merge.
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1) - jnp.where(lse == -jnp.inf, 0, dlse)
     return jnp.where(lse == -jnp.inf, 0, lse), delta
 
 
 def _attend(carry: Any, scores: jax.Array, value: jax.Array, score: Score) -> Any:
-    """One more tile of keys, its scores -inf where unseen."""
+    """Add one tile of keys, with scores of -inf where invisible."""
     acc, top, total = carry
     if score.kind == "sigmoid":
         weights = jax.nn.sigmoid(scores)
@@ -128,7 +128,7 @@ def _attend(carry: Any, scores: jax.Array, value: jax.Array, score: Score) -> An
 def _gradients(
     cut: _Cut, query: _Tile, key: _Tile, value: jax.Array, dout: jax.Array, stat: Any, i: jax.Array, j: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """What one tile adds to the cotangents of its queries, keys, values and bias, in float32."""
+    """Return what one tile adds to the cotangents of its queries, keys, values and bias, in float32."""
     scores, slope = cut.scores(query, key, i, j)
     dweights = _product("bkgqd,bktd->bkgqt", dout, value)
     if cut.score.kind == "sigmoid":
@@ -162,15 +162,22 @@ class _Tile:
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """How sequences are cut into tiles, and what is asked of each.
+    """How sequences are cut into tiles, and the work on a tile.
 
     Args:
-      mask, score: what to compute.
-      s, t, groups, dv: queries, keys, query heads for each key head, width of a value.
-      q, k, nq, nk: sizes and numbers of tiles; the last are filled up with zeros.
+      mask: the mask.
+      score: how scores become weights.
+      s: queries.
+      t: keys.
+      groups: query heads for each key head.
+      dv: width of a value.
+      q: queries of a tile; the last tile is padded with zeros.
+      k: keys of a tile; the last tile is padded with zeros.
+      nq: tiles of queries.
+      nk: tiles of keys.
       bias: float32 (B or 1, K or 1, G or 1, padded S or 1, padded T or 1), or `None`.
       table: `tile_table`.
-      skips: whether it holds a skip, or may.
+      skips: whether the table has, or may have, a tile to skip.
     """
 
     mask: Mask
@@ -207,23 +214,23 @@ class _Cut:
         return cls(mask, score, s, t, h // kv, dv, q, k, nq, nk, bias, table, skips)
 
     def split(self, x: jax.Array) -> jax.Array:
-        """(B, S, H, D) as (nq, B, K, G, q, D)."""
+        """Return (B, S, H, D) as (nq, B, K, G, q, D)."""
         b, s, h, d = x.shape
         x = jnp.pad(x, ((0, 0), (0, self.nq * self.q - s), (0, 0), (0, 0)))
         x = x.reshape(b, self.nq, self.q, h // self.groups, self.groups, d)
         return x.transpose(1, 0, 3, 4, 2, 5)
 
     def join(self, x: jax.Array) -> jax.Array:
-        """The way back."""
+        """Undo `split`."""
         nq, b, kv, groups, q, d = x.shape
         return x.transpose(1, 0, 4, 2, 3, 5).reshape(b, nq * q, kv * groups, d)[:, : self.s]
 
     def queries(self, x: jax.Array, tokens: Tokens) -> _Tile:
-        """All queries, their tiles along the first axis."""
+        """Return all queries, with tiles along the first axis."""
         return _Tile(self.split(x), *(_rows(a, self.nq, self.q) for a in (tokens.q_segments, tokens.q_positions)))
 
     def keys(self, inputs: Inputs) -> tuple[_Tile, jax.Array]:
-        """All keys and values, their tiles along the first axis."""
+        """Return all keys and values, with tiles along the first axis."""
 
         def split(x: jax.Array) -> jax.Array:
             b, t, kv, d = x.shape
@@ -234,16 +241,16 @@ class _Cut:
         return _Tile(split(inputs.k), *rows), split(inputs.v)
 
     def join_keys(self, x: jax.Array) -> jax.Array:
-        """(nk, B, K, k, D) as (B, T, K, D)."""
+        """Return (nk, B, K, k, D) as (B, T, K, D)."""
         nk, b, kv, k, d = x.shape
         return x.transpose(1, 0, 3, 2, 4).reshape(b, nk * k, kv, d)[:, : self.t]
 
     def unless_skipped(self, state: jax.Array, work: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
-        """`work()` where the tile's state asks for it."""
+        """Return `work()`, or `otherwise()` where the tile is skipped."""
         return lax.cond(state != SKIP, work, otherwise) if self.skips else work()
 
     def scores(self, query: _Tile, key: _Tile, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """A tile's scores, -inf where unseen, and what a soft-cap multiplies their gradient by, or `None`."""
+        """Return a tile's scores, -inf where invisible, and the derivative of the soft-cap, or `None`."""
         scores, slope = _product("bkgqd,bktd->bkgqt", query.x, key.x) * self.score.scale, None
         if self.score.softcap is not None:
             tanh = jnp.tanh(scores / self.score.softcap)
@@ -268,21 +275,21 @@ class _Cut:
         return *whole, self.q if s > 1 else 1, self.k if t > 1 else 1
 
     def no_bias(self) -> jax.Array | None:
-        """Where the cotangent of a bias without a key axis starts."""
+        """Return the initial cotangent of a bias without a key axis, or `None`."""
         if self.bias is None or self.bias.shape[4] > 1:
             return None
         tile = self._bias_tile()
         return jnp.zeros((self.nq, *tile), jnp.float32)
 
     def sum_bias(self, dscores: jax.Array) -> jax.Array | None:
-        """A tile's part of the bias's cotangent."""
+        """Return a tile's part of the bias's cotangent."""
         if self.bias is None:
             return None
         over = tuple(a for a, n in enumerate(self._bias_tile()) if n == 1)
         return dscores.sum(over, keepdims=True)
 
     def join_bias(self, constant: jax.Array | None, parts: jax.Array | None, bias: jax.Array | None) -> Any:
-        """The bias's cotangent from (nq, tile) or from (nk, nq, tile)."""
+        """Return the bias's cotangent from (nq, tile) or from (nk, nq, tile)."""
         if self.bias is None or bias is None:
             return None
         if constant is not None:
@@ -296,7 +303,7 @@ class _Cut:
 
 
 def _size(length: int, block: int | None) -> int:
-    """At most `TILE`: as few tiles as that takes, of one size, or a whole number of a mask's blocks."""
+    """Return a tile's size, at most `TILE`: as few tiles as possible, of one size, or a multiple of a mask's blocks."""
     if block is not None and block <= TILE:
         return min(TILE // block, -(-length // block)) * block
     count = -(-length // TILE)
@@ -305,7 +312,7 @@ def _size(length: int, block: int | None) -> int:
 
 
 def _rows(x: jax.Array | None, count: int, tile: int) -> jax.Array | None:
-    """(B, length) as (count, B, tile), its last number repeated."""
+    """Return (B, length) as (count, B, tile), padded with its last number."""
     if x is None:
         return None
     x = jnp.pad(x, ((0, 0), (0, count * tile - x.shape[1])), mode="edge")

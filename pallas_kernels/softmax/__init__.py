@@ -2,10 +2,10 @@
 
     from pallas_kernels.softmax import combine, log_softmax, logsumexp, partial, softmax
     y = softmax(x)                                            # the best implementation of the platform
-    total = combine(partial(x[:, :n]), partial(x[:, n:]))     # a row in two places
+    total = combine(partial(x[:, :n]), partial(x[:, n:]))     # a row in two parts
     total.logsumexp()                                         # logsumexp(x)
 
-All are over the last axis, with any leading shape. They are first-order differentiable in reverse mode.
+All ops reduce over the last axis and take any leading shape. They are first-order differentiable in reverse mode.
 """
 
 from __future__ import annotations
@@ -37,41 +37,56 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def softmax(x: jax.Array, *, where: jax.Array | None = None, implementation: str | None = None) -> jax.Array:
-    """exp(x) over its sum along the last axis, computed in float32; `jax.nn.softmax` at every edge.
+    """Return exp(x) over its sum along the last axis, computed in float32; special values as in `jax.nn.softmax`.
 
     Args:
-      x: float32, bfloat16 or float16, at least one column.
-      where: boolean, broadcastable to x; False is left out, whatever it holds, and 0 in the output.
-      implementation: "mosaic_tpu", "mosaic_gpu" or "xla"; `None` is the best for the platform. A named one is also
-        the one that the gradient has to use.
+      x: (..., C) in float32, bfloat16 or float16, with at least one column.
+      where: boolean, broadcastable to x. Where it is False, x is ignored and the output is 0.
+      implementation: "mosaic_tpu", "mosaic_gpu" or "xla"; `None` chooses the best for the platform. The gradient uses a
+        named implementation, too.
 
     Returns:
-      x's shape and dtype. The gradient keeps this output, and nothing else.
+      an array of x's shape and dtype. The gradient saves only this output (and the mask).
 
     Raises:
-      KernelError: another dtype, no columns, a mask of another type or shape, or a named implementation that is not
+      KernelError: another dtype, no columns, a mask of another dtype or shape, or a named implementation that is not
         supported here.
     """
     return _normalise(*_checked("softmax", x, where), "softmax", implementation)
 
 
 def log_softmax(x: jax.Array, *, where: jax.Array | None = None, implementation: str | None = None) -> jax.Array:
-    """log(softmax(x)), as exact where softmax underflows; `jax.nn.log_softmax` at every edge.
+    """Return log(softmax(x)), also exact where softmax underflows; special values as in `jax.nn.log_softmax`.
 
-    As `softmax` in all else, and -inf where masked. The gradient keeps x (and the mask): an output rounded at its own
-    magnitude would be a worse source of probabilities.
+    Args:
+      x: (..., C) in float32, bfloat16 or float16, with at least one column.
+      where: boolean, broadcastable to x. Where it is False, x is ignored and the output is -inf.
+      implementation: as for `softmax`.
+
+    Returns:
+      an array of x's shape and dtype. The gradient saves x (and the mask): probabilities from the rounded output would
+      be less exact.
+
+    Raises:
+      KernelError: as `softmax`.
     """
     return _normalise(*_checked("log_softmax", x, where), "log_softmax", implementation)
 
 
 def logsumexp(x: jax.Array, *, where: jax.Array | None = None, implementation: str | None = None) -> jax.Array:
-    """log(sum(exp(x))) along the last axis; `jax.nn.logsumexp` at every edge.
+    """Return log(sum(exp(x))) along the last axis; special values as in `jax.nn.logsumexp`.
 
-    Arguments and errors are those of `softmax`.
+    Args:
+      x: (..., C) in float32, bfloat16 or float16, with at least one column.
+      where: boolean, broadcastable to x. Where it is False, x is ignored.
+      implementation: as for `softmax`.
 
     Returns:
-      float32 of x's leading shape; -inf where nothing is left in, with gradient 0. The gradient keeps x and two
-      numbers a row: a scale, and the sum of exp(x - scale).
+      float32 of x's leading shape; -inf, with gradient 0, where every column is ignored or -inf. The gradient saves x
+      and two numbers per row: a scale, and the sum of exp(x - scale).
+
+    Raises:
+      KernelError: as `softmax`.
     """
     return _sum(*_checked("logsumexp", x, where), implementation)
 
@@ -89,14 +104,18 @@ def _tpu_supported(target: Target, *, op: str, **case: Any) -> str | None:
     return tpu.supported(target, inputs=2 if op.endswith("_backward") else 1, **case)
 
 
-def _run_kernel(room: Any, target: Target, *arrays: jax.Array, op: str, **case: Any) -> Any:
+def _always_supported(target: Target, **case: Any) -> str | None:
+    return None
+
+
+def _run_kernel(module: Any, target: Target, *arrays: jax.Array, op: str, **case: Any) -> Any:
     shape = arrays[0].shape
     rows = [a.reshape(-1, shape[-1]) for a in arrays]
     if op.endswith("_backward"):
-        return room.backward(target, *rows, op=op.removesuffix("_backward")).reshape(shape)
+        return module.backward(target, *rows, op=op.removesuffix("_backward")).reshape(shape)
     if op == "sums":
-        return tuple(y.reshape(shape[:-1]) for y in room.forward(target, *rows, op=op))
-    return room.forward(target, *rows, op=op).reshape(shape)
+        return tuple(y.reshape(shape[:-1]) for y in module.forward(target, *rows, op=op))
+    return module.forward(target, *rows, op=op).reshape(shape)
 
 
 def _run_xla(target: Target, *arrays: jax.Array, op: str, **case: Any) -> Any:
@@ -107,15 +126,15 @@ def _run_xla(target: Target, *arrays: jax.Array, op: str, **case: Any) -> Any:
 IMPLEMENTATIONS = (
     Implementation("mosaic_gpu", ("cuda",), _gpu_supported, functools.partial(_run_kernel, gpu)),
     Implementation("mosaic_tpu", ("tpu",), _tpu_supported, functools.partial(_run_kernel, tpu)),
-    Implementation("xla", (), lambda target, **case: None, _run_xla),
+    Implementation("xla", (), _always_supported, _run_xla),
 )
-"""Best first; those of one platform never meet those of another."""
+"""Best first."""
 
 
 def _run(op: str, implementation: str | None, x: jax.Array, *others: jax.Array, masked: bool) -> Any:
     rows = math.prod(x.shape[:-1])
     case = {"op": op, "rows": rows, "columns": x.shape[-1], "dtype": x.dtype.name, "masked": masked}
-    if rows == 0:  # there is nothing for a kernel's grid to run over
+    if rows == 0:  # a kernel's grid would be empty
         implementation = "xla"
     name = "logsumexp" if op == "sums" else op
     return dispatch(name, IMPLEMENTATIONS, (x, *others), case, implementation)
@@ -139,13 +158,13 @@ def _normalise_forward(
 def _normalise_backward(
     op: str, implementation: str | None, residuals: tuple[jax.Array, jax.Array | None], g: jax.Array
 ) -> tuple[jax.Array, None]:
-    kept, where = residuals
+    saved, where = residuals
     others: tuple[jax.Array, ...] = ()
-    if where is not None:  # what is left out got a constant, whatever its cotangent holds
+    if where is not None:  # masked outputs are constant, so their cotangents do not count
         g = jnp.where(where, g, 0)
-        others = () if op == "softmax" else (where,)  # softmax's output is 0 there already
-    g = g.astype(kept.dtype)
-    return _run(f"{op}_backward", implementation, kept, g, *others, masked=bool(others)), None
+        others = () if op == "softmax" else (where,)  # softmax's output is 0 there
+    g = g.astype(saved.dtype)
+    return _run(f"{op}_backward", implementation, saved, g, *others, masked=bool(others)), None
 
 
 _normalise.defvjp(_normalise_forward, _normalise_backward)
@@ -159,15 +178,15 @@ def _sum(x: jax.Array, where: jax.Array | None, implementation: str | None) -> j
 def _sum_forward(
     x: jax.Array, where: jax.Array | None, implementation: str | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]]:
-    given = () if where is None else (where,)
-    scale, total = _run("sums", implementation, x, *given, masked=where is not None)
+    others = () if where is None else (where,)
+    scale, total = _run("sums", implementation, x, *others, masked=where is not None)
     return scale + jnp.log(total), (x, where, scale, total)
 
 
 def _sum_backward(
-    implementation: str | None, kept: tuple[jax.Array, jax.Array | None, jax.Array, jax.Array], g: jax.Array
+    implementation: str | None, residuals: tuple[jax.Array, jax.Array | None, jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, None]:
-    x, where, scale, total = kept
+    x, where, scale, total = residuals
     some = (total != 0)[..., None]
     share = jnp.exp(reference.masked(x, where) - scale[..., None]) / jnp.where(some, total[..., None], 1)
     return (g[..., None] * jnp.where(some, share, 0)).astype(x.dtype), None
@@ -176,7 +195,7 @@ def _sum_backward(
 _sum.defvjp(_sum_forward, _sum_backward)
 
 
-# ---- what comes in
+# ---- checks of the arguments
 
 
 def _checked(op: str, x: Any, where: Any) -> tuple[jax.Array, jax.Array | None]:

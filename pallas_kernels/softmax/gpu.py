@@ -1,12 +1,12 @@
 """Softmax for Hopper in Mosaic GPU: a row is read once where it fits in shared memory, and written once.
 
-Dukhan and Ablavatski's two passes (arXiv:2001.04438): the first keeps for every lane a sum and its scale, with no
-pass for the maximum; the second makes the result. A lane's scale is kept in the input's own units and moves once per
-batch of tiles: at 4.3 TB/s a multiprocessor has 31 instructions for a bfloat16 element, of which splitting each into
-a mantissa and an exponent would take most, and differences in the input's own units are exact at any magnitude.
+Dukhan and Ablavatski's two passes (arXiv:2001.04438): the first keeps a sum and its scale for each element of a tile,
+without a pass for the maximum; the second computes the result. A scale is in the units of the input and is updated once
+per batch of tiles. At 4.3 TB/s a multiprocessor has 31 instructions for a bfloat16 element, most of which a split of
+each element into mantissa and exponent would take; differences in units of the input are exact at any magnitude.
 
-Longer rows are streamed twice, the second time backwards, to find in the L2 cache what is left of them there. Few long
-rows are split among blocks for their sums, and XLA makes the result, which is elementwise.
+Longer rows are streamed twice, the second time backwards, to read from the L2 cache what is still in it. Where there
+are few long rows, several blocks share a row to compute its sums, and XLA computes the result, which is elementwise.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from pallas_kernels.softmax.gpu_twice import rows_twice
 from pallas_kernels.softmax.pairs import HIGHEST
 from pallas_kernels.tiles import entries, lookup
 
-_WARPGROUPS = 4  # that share a row too long for shared memory
+_WARPGROUPS = 4  # number that share a row which is too long for shared memory
 
 
 def supported(target: Target, *, rows: int, columns: int, dtype: str, masked: bool, inputs: int) -> str | None:
-    """Why an op that writes rows cannot run, or `None`.
+    """Return why an op that writes rows cannot run, or `None`.
 
     Args:
-      target: what for.
-      rows, columns: of the array as a matrix.
-      dtype: of the inputs and the output.
-      masked: a mask was given.
-      inputs: how many arrays a row is read from: 1 forward, 2 backward.
+      target: the device to compile for.
+      rows: rows of the array as a matrix.
+      columns: columns of the array as a matrix.
+      dtype: dtype of the inputs and the output.
+      masked: whether there is a mask.
+      inputs: number of arrays that a row is read from: 1 forward, 2 backward.
     """
     longest = most_columns(dtype, inputs)
     if why := _unfit(target, columns, masked):
@@ -49,7 +50,7 @@ def supported(target: Target, *, rows: int, columns: int, dtype: str, masked: bo
 
 
 def supported_sums(target: Target, *, rows: int, columns: int, dtype: str, masked: bool) -> str | None:
-    """Why the kernel that streams rows cannot run, or `None`; the arguments are those of `supported`."""
+    """Return why the kernel that streams rows cannot run, or `None`; the arguments are those of `supported`."""
     return _unfit(target, columns, masked)
 
 
@@ -69,7 +70,7 @@ def _unfit(target: Target, columns: int, masked: bool) -> str | None:
 
 
 def forward(target: Target, x: jax.Array, *, op: str) -> Any:
-    """Of (R, C): "softmax" or "log_softmax" in its dtype, or the "sums" of `reference.sums`, float32 (R,) twice."""
+    """Return "softmax" or "log_softmax" of (R, C), or its "sums" as `reference.sums`: two float32 (R,)."""
     rows, columns = x.shape
     if op != "sums" and columns <= most_columns(x.dtype.name, 1):
         return rows_once(target, op, [x], **_once_tile(target, columns, x.dtype.name, 1))
@@ -78,22 +79,29 @@ def forward(target: Target, x: jax.Array, *, op: str) -> Any:
     top, total = row_sums(target, x, **_stream_tile(target, rows, columns, x.dtype.name))
     if op == "sums":
         return top, total
-    # The second pass is elementwise, which XLA does at the speed of memory.
+    # The second pass is elementwise: XLA runs it at the speed of memory.
     total = jnp.where(total <= HIGHEST, total, jnp.nan)[:, None]
     shifted = x.astype(jnp.float32) - top[:, None]
     return (jnp.exp(shifted) * (1 / total) if op == "softmax" else shifted - jnp.log(total)).astype(x.dtype)
 
 
-def backward(target: Target, kept: jax.Array, g: jax.Array, *, op: str) -> jax.Array:
-    """The input's cotangent, (R, C), from the output of "softmax" or the input of "log_softmax", and g of its dtype."""
-    if kept.shape[1] > most_columns(kept.dtype.name, 2):
-        return rows_twice(target, f"{op}_backward", [kept, g], warpgroups=_WARPGROUPS)
-    tile = _once_tile(target, kept.shape[1], kept.dtype.name, 2)
-    return rows_once(target, f"{op}_backward", [kept, g], **tile)
+def backward(target: Target, saved: jax.Array, g: jax.Array, *, op: str) -> jax.Array:
+    """Return the input's cotangent, (R, C).
+
+    Args:
+      target: the device to compile for.
+      saved: (R, C), the output of "softmax" or the input of "log_softmax".
+      g: (R, C), the output's cotangent, in the same dtype.
+      op: "softmax" or "log_softmax".
+    """
+    if saved.shape[1] > most_columns(saved.dtype.name, 2):
+        return rows_twice(target, f"{op}_backward", [saved, g], warpgroups=_WARPGROUPS)
+    tile = _once_tile(target, saved.shape[1], saved.dtype.name, 2)
+    return rows_once(target, f"{op}_backward", [saved, g], **tile)
 
 
 def _fill(rows: int) -> bool:
-    """Whether so many rows, a block each, keep nine in ten multiprocessors busy."""
+    """Whether this many rows, a block each, keep at least nine in ten multiprocessors busy."""
     return rows >= 0.9 * SMS * -(-rows // SMS)
 
 
@@ -105,7 +113,7 @@ def _once_tile(target: Target, columns: int, dtype: str, inputs: int) -> dict[st
 def _stream_tile(target: Target, rows: int, columns: int, dtype: str) -> dict[str, int]:
     tile = lookup("softmax", target.kind, kernel="row_sums", dtype=dtype, columns=columns)
     pieces = columns * jnp.dtype(dtype).itemsize // (PIECE * tile["warpgroups"] * tile["slots"])
-    few = -(-4 * SMS // max(rows, 1))  # blocks of a row, so that few rows fill the machine too
+    few = -(-4 * SMS // max(rows, 1))  # blocks that share a row, so that few rows fill the GPU, too
     return {"warpgroups": tile["warpgroups"], "slots": tile["slots"], "splits": max(1, min(few, pieces))}
 
 
@@ -114,7 +122,7 @@ def _shape(rows: int, columns: int, dtype: str) -> jax.ShapeDtypeStruct:
 
 
 def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
-    """Every tile of the table on a shape of its own: (name, function, arguments), for the gate."""
+    """Yield (name, function, arguments) for the gate: every tile of the table on a shape of its own."""
     for entry in entries("softmax"):
         key = entry["key"]
         if not entry["device"].startswith("NVIDIA"):

@@ -1,8 +1,8 @@
-"""Rows that fit in the shared memory of a Hopper multiprocessor: read once, written once.
+"""Rows that fit in the shared memory of a Hopper multiprocessor: each is read once and written once.
 
-A row is cut into pieces of 8 KiB, dealt out to the warpgroups of a block. Each fetches, reads, overwrites and stores
-its own pieces and meets the others once a row, to merge; a piece's slot is refilled with a later row of the block as
-soon as its result has left. Short rows have several on their way at a time.
+A row is cut into pieces of 8 KiB, distributed to the warpgroups of a block. Each warpgroup fetches, reads, overwrites
+and stores its own pieces and synchronises with the others once per row, to merge. A piece's slot is refilled from a
+later row of the block as soon as its result has left. Several short rows are in flight at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pallas_kernels.softmax.gpu_sweeps import SWEEPS, Scalars, Sweep, Tiles
 plgpu: Any = mosaic_gpu  # its names differ between versions
 
 PIECE = 8192
-"""Bytes of a row that one TMA copy brings; half of it where only then several warpgroups find room."""
+"""Bytes of a row that one TMA copy moves; half as many where several warpgroups would not fit otherwise."""
 
 SMS = 132
 """Multiprocessors of an H100 or H200."""
@@ -32,12 +32,12 @@ SMS = 132
 _VECTOR = 16  # bytes a thread reads at once
 RESERVED = 11264  # bytes of shared memory for merging, barriers and what Mosaic takes for its own reductions
 _PER_SM = 233472  # bytes of shared memory of a multiprocessor
-_REGISTERS = 80  # a thread's, rounded up from what ptxas reports: how many blocks fit on a multiprocessor
-_DEPTH = 4  # rows of a block on their way at a time, where there is room
+_REGISTERS = 80  # per thread, rounded up from ptxas' report; limits the blocks per multiprocessor
+_DEPTH = 4  # most rows of a block in flight at a time
 
 
 def most_columns(dtype: str, inputs: int) -> int:
-    """The longest row of which all inputs fit in a block's shared memory."""
+    """Return the longest row of which all inputs fit in a block's shared memory."""
     pieces = (SHARED_MEMORY - RESERVED) // PIECE // inputs
     return pieces * (PIECE // jnp.dtype(dtype).itemsize)
 
@@ -47,8 +47,9 @@ class Cut:
     """A row of C elements as (C / width, width) lines, in pieces of `lines` lines, in tiles of `tile` lines.
 
     Args:
-      columns, itemsize: of the row.
-      warpgroups: that share it.
+      columns: elements of the row.
+      itemsize: bytes of an element.
+      warpgroups: number that share the row.
       piece: bytes of a piece, at most.
     """
 
@@ -59,18 +60,22 @@ class Cut:
 
     @property
     def width(self) -> int:
+        """Elements of a line."""
         return 256 if self.columns % 256 == 0 else 128
 
     @property
     def vector(self) -> int:
+        """Elements that a thread reads at once."""
         return _VECTOR // self.itemsize
 
     @property
     def tile(self) -> int:
+        """Lines of a tile, of which each of 128 threads has one vector."""
         return 128 * self.vector // self.width
 
     @property
     def lines(self) -> int:
+        """Lines of a piece."""
         whole = -(-self.total // self.tile) * self.tile
         return min(self.piece // self.itemsize // self.width, whole)
 
@@ -81,6 +86,7 @@ class Cut:
 
     @property
     def pieces(self) -> int:
+        """Pieces of the row."""
         return -(-self.total // self.lines)
 
     @property
@@ -90,32 +96,35 @@ class Cut:
 
     @property
     def each(self) -> int:
-        """Pieces of a warpgroup, for some of which there may be nothing."""
+        """Pieces of a warpgroup, some of which may be beyond the row."""
         return -(-self.pieces // self.warpgroups)
 
     @property
     def bytes(self) -> int:
-        """Of shared memory that a row takes, of one input."""
+        """Bytes of shared memory that a row of one input takes."""
         return self.each * self.warpgroups * self.lines * self.width * self.itemsize
 
     def layout(self, lines: int) -> Any:
+        """Layout of registers that hold so many lines."""
         return plgpu.Layout.WG_STRIDED((lines, self.width), vec_size=self.vector)
 
     def tiles(self, slots: Sequence[Any]) -> list[Tiles]:
-        """A piece of every input as a batch of float32 tiles."""
+        """Read a piece of every input as a batch of float32 tiles."""
         return [self.read(slots, line, self.tile) for line in range(0, self.lines, self.tile)]
 
     def read(self, slots: Sequence[Any], line: int, lines: int) -> Tiles:
+        """Read lines of every input into registers, as float32."""
         at, layout = pl.ds(line, lines), self.layout(lines)
         return tuple(plgpu.load(s.at[at], layout=layout).astype(jnp.float32) for s in slots)
 
     def splat(self, value: float) -> Any:
+        """Return a tile of registers that all hold one number."""
         full = jnp.full((self.tile, self.width), value, jnp.float32)
         return plgpu.layout_cast(full, self.layout(self.tile))
 
 
 def cut_for(columns: int, dtype: Any, inputs: int, warpgroups: int) -> Cut:
-    """The row among at most `warpgroups`, as many as leave no more slots empty than fit."""
+    """Return how to cut a row, among at most `warpgroups`: as many as fit without leaving many slots empty."""
     size = jnp.dtype(dtype).itemsize
     cuts = [Cut(columns, size, n, piece) for n in range(warpgroups, 0, -1) for piece in (PIECE, PIECE // 2)]
     fits = [c for c in cuts if c.bytes * inputs <= SHARED_MEMORY - RESERVED]
@@ -124,10 +133,12 @@ def cut_for(columns: int, dtype: Any, inputs: int, warpgroups: int) -> Cut:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How rows are spread over the machine.
+    """How rows are distributed over the GPU.
 
     Args:
-      rows, cut, inputs: what there is to do.
+      rows: number of rows.
+      cut: how a row is cut.
+      inputs: number of arrays that a row is read from.
     """
 
     rows: int
@@ -135,26 +146,26 @@ class Plan:
     inputs: int
 
     @property
-    def taken(self) -> int:
+    def row_bytes(self) -> int:
         """Bytes of shared memory that a row takes."""
         return self.cut.bytes * self.inputs
 
     @property
     def resident(self) -> int:
-        """Blocks that a multiprocessor holds."""
+        """Blocks that fit on a multiprocessor at a time."""
         registers = _REGISTERS if self.cut.lines > self.cut.tile else _REGISTERS * 3 // 4
-        return max(1, min(_PER_SM // (self.taken + RESERVED), 65536 // (registers * 128 * self.cut.warpgroups)))
+        return max(1, min(_PER_SM // (self.row_bytes + RESERVED), 65536 // (registers * 128 * self.cut.warpgroups)))
 
     @property
     def blocks(self) -> int:
-        """Of the grid: each takes every so manieth row."""
+        """Blocks of the grid; block i takes rows i, i + blocks, ..."""
         return min(self.rows, SMS * self.resident)
 
     @property
     def depth(self) -> int:
         """Rows of a block in shared memory at a time."""
-        room = min(SHARED_MEMORY, _PER_SM // self.resident) - RESERVED
-        return max(1, min(_DEPTH, room // self.taken, -(-self.rows // self.blocks)))
+        capacity = min(SHARED_MEMORY, _PER_SM // self.resident) - RESERVED
+        return max(1, min(_DEPTH, capacity // self.row_bytes, -(-self.rows // self.blocks)))
 
     @property
     def per_row(self) -> int:
@@ -163,13 +174,13 @@ class Plan:
 
 
 def rows_once(target: Target, op: str, arrays: Sequence[jax.Array], *, warpgroups: int) -> jax.Array:
-    """The sweep of an op over the rows of matrices (R, C) of one dtype, which is also the output's.
+    """Run the sweep of an op over the rows of matrices (R, C) of one dtype, which is also the output's.
 
     Args:
-      target: what for.
+      target: the device to compile for.
       op: a key of `SWEEPS`.
-      arrays: the inputs, alike in shape and dtype; C a multiple of 128, at most `most_columns`.
-      warpgroups: at most so many share a row.
+      arrays: the inputs, all of one shape and dtype; C a multiple of 128, at most `most_columns`.
+      warpgroups: most warpgroups that share a row.
     """
     (rows, columns), dtype, inputs = arrays[0].shape, arrays[0].dtype, len(arrays)
     cut = cut_for(columns, dtype, inputs, warpgroups)
@@ -202,17 +213,19 @@ def rows_once(target: Target, op: str, arrays: Sequence[jax.Array], *, warpgroup
 
 
 class Block:
-    """What a warpgroup does with its pieces of the block's rows, the i-th of which is row block + i * blocks.
+    """Operations of a warpgroup on its pieces of the block's rows; the i-th of these is row block + i * blocks.
 
     Args:
       cut: how a row is cut.
-      rows, blocks: of the array and of the grid.
-      sweep: what is done.
-      sources, out: the arrays, in lines, in global memory.
-      stores: slots for pieces in shared memory, of each input.
-      exchange: where warpgroups leave their scalars.
+      rows: rows of the array.
+      blocks: blocks of the grid.
+      sweep: the op's two passes.
+      sources: the inputs, in lines, in global memory.
+      out: the output, in lines, in global memory.
+      stores: slots for pieces in shared memory, for each input.
+      exchange: shared memory where warpgroups leave their scalars.
       arrived: a barrier for each slot.
-      merged: where warpgroups meet.
+      merged: the barrier where warpgroups synchronise.
     """
 
     def __init__(
@@ -232,15 +245,16 @@ class Block:
         self.sources, self.out, self.stores = sources, out, stores
         self.exchange, self.arrived, self.merged = exchange, arrived, merged
         self.first, self.wg = lax.axis_index("block"), lax.axis_index("wg")
-        # Where a warpgroup may lack a piece, it has no store to count, and waits for all.
+        # A warpgroup that may lack a piece cannot count its stores, and waits for all.
         self.behind = 0 if cut.pieces % cut.warpgroups else 1
         self.mine = lax.div(rows - self.first + blocks - 1, blocks)
 
     def begin(self) -> Tiles:
+        """Return the initial state of the first pass."""
         return tuple(self.cut.splat(b) for b in self.sweep.begin)
 
     def merge(self, i: Any, state: Tiles) -> Scalars:
-        """The row's scalars, from the lanes of all warpgroups."""
+        """Return the row's scalars, from the states of all warpgroups."""
         scalars = self.sweep.fold(state)
         n = self.cut.warpgroups
         if n == 1:
@@ -253,9 +267,9 @@ class Block:
         return self.sweep.merge([tuple(self.exchange[half, w, k, 0] for k in range(len(scalars))) for w in range(n)])
 
     def write(self, i: Any, j: Any, slot: Any, whole: Scalars) -> None:
-        """Turns a piece into its result, in place, and sends it off."""
+        """Replace a piece by its result, in place, and store it to global memory."""
         row, slots = self.first + i * self.blocks, self.at(slot)
-        # As one tile: Mosaic puts a barrier before and after every write.
+        # In one write: Mosaic puts a barrier before and after each.
         slots[0][...] = self.sweep.result(whole, self.cut.read(slots, 0, self.cut.lines)).astype(slots[0].dtype)
         plgpu.commit_smem()
 
@@ -265,6 +279,7 @@ class Block:
         self.if_any(j, store)
 
     def fetch(self, i: Any, j: Any, slot: Any) -> None:
+        """Start copying piece j of the i-th row to a slot."""
         row = self.first + i * self.blocks
 
         def bring(line: Any, count: int) -> None:
@@ -275,10 +290,11 @@ class Block:
         self.if_any(j, bring)
 
     def await_piece(self, j: Any, slot: Any) -> None:
+        """Wait until piece j has arrived in its slot."""
         self.if_any(j, lambda line, count: plgpu.barrier_wait(self.arrived.at[slot]))
 
     def pad(self, j: Any, slot: Any) -> None:
-        """Behind the row's end, what the first pass is to find there."""
+        """Fill a slot beyond the row's end with the neutral elements of the first pass."""
         piece, cut = j * self.cut.warpgroups + self.wg, self.cut
 
         def fill(start: int) -> None:
@@ -291,19 +307,19 @@ class Block:
             pl.when(piece >= cut.pieces)(lambda: fill(0))
 
     def if_any(self, j: Any, do: Callable[[Any, int], None]) -> None:
-        """`do(first line, how many)` for this warpgroup's piece j, if there is one."""
+        """Call `do(first line, number of lines)` for this warpgroup's piece j, if it exists."""
         piece, cut = j * self.cut.warpgroups + self.wg, self.cut
         pl.when(piece < cut.pieces - bool(cut.rest))(lambda: do(piece * cut.lines, cut.lines))
         if cut.rest:
             pl.when(piece == cut.pieces - 1)(lambda: do(piece * cut.lines, cut.rest))
 
     def at(self, slot: Any) -> list[Any]:
-        """A slot of every input."""
+        """Return a slot of every input."""
         return [store.at[slot] for store in self.stores]
 
 
 class _Once(Block):
-    """The kernel: row i lies whole in the slots of i % depth."""
+    """The kernel; all pieces of row i are in the slots of i % depth."""
 
     def __init__(self, plan: Plan, *refs: Any):
         super().__init__(plan.cut, plan.rows, plan.blocks, *refs)
@@ -326,7 +342,7 @@ class _Once(Block):
             def _(j: Any) -> None:
                 self.write(i, j, self._slot(i, j), whole)
 
-                @pl.when(j > 0)  # one store behind, so that no store is waited for as soon as it has begun
+                @pl.when(j > 0)  # one store behind, so as not to wait for a store that has just begun
                 def _() -> None:
                     plgpu.wait_smem_to_gmem(self.behind, wait_read_only=True)
                     self._fill(i + self.plan.depth, j - 1)
@@ -352,5 +368,5 @@ class _Once(Block):
             self.fetch(i, j, slot)
 
     def _slot(self, i: Any, j: Any) -> Any:
-        """Where piece j of this warpgroup lies, of the i-th row."""
+        """Return the slot of this warpgroup's piece j of the i-th row."""
         return lax.rem(i, self.plan.depth) * self.plan.per_row + self.wg * self.cut.each + j

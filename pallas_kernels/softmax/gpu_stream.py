@@ -16,13 +16,13 @@ from pallas_kernels.softmax.pairs import LOWEST
 
 
 def row_sums(target: Target, x: jax.Array, *, warpgroups: int, slots: int, splits: int) -> tuple[jax.Array, jax.Array]:
-    """(R, C) -> scales and sums, float32 (R,): exp(x) of a row adds up to sum * exp(scale).
+    """Return scales and sums of (R, C), float32 (R,) each: the sum of exp(x) over a row is sum * exp(scale).
 
     Args:
-      target: what for.
-      x: C as `supported_sums` asks.
-      warpgroups: in a block; each streams pieces of its own.
-      slots: pieces of a warpgroup that are on their way at a time.
+      target: the device to compile for.
+      x: (R, C), with C as `supported_sums` requires.
+      warpgroups: warpgroups of a block, each of which streams pieces of its own.
+      slots: pieces of a warpgroup in flight at a time.
       splits: blocks that share a row.
     """
     rows, columns = x.shape
@@ -34,7 +34,7 @@ def row_sums(target: Target, x: jax.Array, *, warpgroups: int, slots: int, split
         me = lax.axis_index("split") * warpgroups + wg
 
         def fetch(j: Any) -> None:
-            """Piece j of mine, or minus infinity where the row has ended."""
+            """Copy this warpgroup's piece j to its slot, with minus infinity beyond the row's end."""
             slot, piece = wg * slots + lax.rem(j, slots), j * cut.warpgroups + me
 
             def bring(count: int) -> None:
@@ -68,7 +68,7 @@ def row_sums(target: Target, x: jax.Array, *, warpgroups: int, slots: int, split
                 plgpu.barrier_wait(arrived.at[slot])
 
             state = gather_sum(state, cut.tiles([store.at[slot]]))
-            plgpu.commit_smem()  # everyone has read before the slot is written again
+            plgpu.commit_smem()  # all threads have read before the slot is written again
 
             @pl.when(j + slots < cut.each)
             def _() -> None:

@@ -1,4 +1,4 @@
-"""What the Hopper kernels do with a row: the first pass's sums and the second's result, of each op."""
+"""The arithmetic of the Hopper kernels on a row: the first pass' sums and the second pass' result, for each op."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Tiles = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """Two passes over a row, in tiles of float32 whose every element is a lane of its own.
+    """Two passes over a row, in float32 tiles, each element of which has a state of its own.
 
     Args:
-      pads: what stands behind the end of each input's row.
-      begin: the lanes' values at the start.
-      gather: lanes' values and a batch of tiles (each a tuple over inputs) -> lanes' values.
-      fold: lanes' values -> scalars of a warpgroup.
-      merge: scalars of all warpgroups -> the row's.
-      result: the row's scalars and a tile of each input -> a tile of the output; it takes the first input's place.
+      pads: for each input, the number that fills the row beyond its end.
+      begin: initial states.
+      gather: states and a batch of tiles (each a tuple over inputs) -> states.
+      fold: states -> scalars of a warpgroup.
+      merge: scalars of all warpgroups -> the row's scalars.
+      result: the row's scalars and a tile of each input -> a tile of the output, which overwrites the first input.
     """
 
     pads: tuple[float, ...]
@@ -41,6 +41,7 @@ def _exp(x: Any) -> Any:
 
 
 def gather_sum(state: Tiles, batch: Sequence[Tiles]) -> Tiles:
+    """Add a batch of tiles to (scales, sums of exponentials)."""
     old, total = state
     new = old
     for (x,) in batch:
@@ -53,6 +54,7 @@ def gather_sum(state: Tiles, batch: Sequence[Tiles]) -> Tiles:
 
 
 def fold_sum(state: Tiles) -> Scalars:
+    """Reduce (scales, sums of exponentials) over a tile to one scale and one sum."""
     scale, total = state
     top = jnp.max(scale)
     return top, jnp.sum(total * _exp(scale - top))
@@ -129,4 +131,4 @@ SWEEPS = {
         lambda s, x: x[1] - _exp(x[0] - s[0]) * s[1],
     ),
 }
-"""By the name of the op."""
+"""A sweep for each op, by its name."""

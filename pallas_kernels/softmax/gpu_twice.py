@@ -1,7 +1,7 @@
-"""Rows too long for shared memory on Hopper: a block streams its row twice, backwards the second time.
+"""Rows too long for shared memory on Hopper: a block streams its row twice, the second time backwards.
 
-A row's second reading begins where the first ended, so what the L2 cache (50 MB, shared by 132 rows on their way)
-still holds is not fetched from memory again: of 131072 bfloat16 columns it holds all.
+The second pass begins where the first ended, so that what the L2 cache (50 MB, shared by 132 rows in flight) still has
+is not read from memory again: with 131072 bfloat16 columns it still has all.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pallas_kernels.softmax.gpu_sweeps import SWEEPS, Scalars, Tiles
 
 
 def rows_twice(target: Target, op: str, arrays: Sequence[jax.Array], *, warpgroups: int) -> jax.Array:
-    """The sweep of an op over the rows of matrices (R, C) of one dtype, which is also the output's.
+    """Run the sweep of an op over the rows of matrices (R, C) of one dtype, which is also the output's.
 
     Args:
-      target: what for.
+      target: the device to compile for.
       op: a key of `SWEEPS`.
-      arrays: the inputs, alike in shape and dtype; C a multiple of 128.
-      warpgroups: that share a row.
+      arrays: the inputs, all of one shape and dtype; C a multiple of 128.
+      warpgroups: number that share a row.
     """
     (rows, columns), dtype, inputs = arrays[0].shape, arrays[0].dtype, len(arrays)
     cut = Cut(columns, dtype.itemsize, warpgroups)
@@ -61,7 +61,7 @@ def rows_twice(target: Target, op: str, arrays: Sequence[jax.Array], *, warpgrou
 
 
 class _Block(Block):
-    """The kernel: a warpgroup's steps are its pieces of row after row, there and back; step u uses slot u % slots."""
+    """The kernel: a warpgroup walks over its pieces of each row forwards, then backwards; step u has slot u % slots."""
 
     def __init__(self, rows: int, blocks: int, slots: int, cut: Cut, *refs: Any):
         super().__init__(cut, rows, blocks, *refs)
@@ -76,14 +76,14 @@ class _Block(Block):
 
         @pl.loop(0, self.mine)
         def _(i: Any) -> None:
-            whole = self.merge(i, self._there(i))
+            whole = self.merge(i, self._forwards(i))
 
             @pl.loop(0, each)
             def _(t: Any) -> None:
                 u = (2 * i + 1) * each + t
-                self._back(u, whole)
+                self._backwards(u, whole)
 
-                @pl.when(t > 0)  # one store behind, so that no store is waited for as soon as it has begun
+                @pl.when(t > 0)  # one store behind, so as not to wait for a store that has just begun
                 def _() -> None:
                     plgpu.wait_smem_to_gmem(self.behind, wait_read_only=True)
                     self._fetch_step(u - 1 + self.slots)
@@ -93,18 +93,18 @@ class _Block(Block):
 
         plgpu.wait_smem_to_gmem(0)
 
-    def _there(self, i: Any) -> Tiles:
+    def _forwards(self, i: Any) -> Tiles:
         def step(j: Any, state: Tiles) -> Tiles:
             u = 2 * i * self.cut.each + j
             self.await_piece(j, self._slot(u))
             state = self.sweep.gather(state, self.cut.tiles(self.at(self._slot(u))))
-            plgpu.commit_smem()  # all have read before the slot is filled again
+            plgpu.commit_smem()  # all threads have read before the slot is filled again
             self._fetch_step(u + self.slots)
             return state
 
         return lax.fori_loop(0, self.cut.each, step, self.begin())
 
-    def _back(self, u: Any, whole: Scalars) -> None:
+    def _backwards(self, u: Any, whole: Scalars) -> None:
         i, j = self._piece(u)
         self.await_piece(j, self._slot(u))
         self.write(i, j, self._slot(u), whole)
@@ -119,7 +119,7 @@ class _Block(Block):
             self.fetch(i, j, slot)
 
     def _piece(self, u: Any) -> tuple[Any, Any]:
-        """Which row of the block, and which piece of it, a step is about."""
+        """Return the row of the block and its piece that a step handles."""
         each = self.cut.each
         t = lax.rem(u, 2 * each)
         return lax.div(u, 2 * each), lax.min(t, 2 * each - 1 - t)

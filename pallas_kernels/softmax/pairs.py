@@ -1,7 +1,7 @@
-"""A sum of exponentials as a pair (mantissa, exponent): mantissa * 2**exponent, which no finite input overflows.
+"""A sum of exponentials as a pair (mantissa, exponent), mantissa * 2**exponent, which no finite input overflows.
 
-Pairs merge exactly in the exponent, so a row may be cut anywhere: among devices (a vocabulary's shards), steps of a
-ring, splits of a cache. From Dukhan and Ablavatski 2020, "Two-Pass Softmax Algorithm" (arXiv:2001.04438).
+Exponents of pairs combine exactly, so a row may be split anywhere: among devices (shards of a vocabulary), steps of a
+ring, or chunks of a cache. From Dukhan and Ablavatski 2020, "Two-Pass Softmax Algorithm" (arXiv:2001.04438).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ LOWEST = -HIGHEST
 LOG2E = math.log2(math.e)
 
 EMPTY = -3.0e38
-"""The exponent of a sum of nothing."""
+"""The exponent of an empty sum."""
 
-# ln 2 in two parts of 12 bits and a rest: their products with an integer of 12 bits are exact in float32.
+# ln 2 as two parts of 12 bits and a remainder: products of the parts with a 12-bit integer are exact in float32.
 _LN2 = (0.693115234375, 3.1948089599609375e-05, -1.904654299957768e-09)
 
 
@@ -29,15 +29,15 @@ class Partial(NamedTuple):
     """A sum of exponentials, `mantissa * 2**exponent`.
 
     Args:
-      mantissa: float32, not negative; 0 for a sum of nothing.
-      exponent: float32 of whole numbers; it carries no gradient.
+      mantissa: float32, not negative; 0 for an empty sum.
+      exponent: float32 holding whole numbers; it has no gradient.
     """
 
     mantissa: jax.Array
     exponent: jax.Array
 
     def logsumexp(self) -> jax.Array:
-        """The logarithm, float32; -inf for a sum of nothing, with gradient 0."""
+        """Return the logarithm of the sum, float32; -inf for an empty sum, with gradient 0."""
         some = self.mantissa != 0
         log = jnp.where(some, jnp.log(jnp.where(some, self.mantissa, 1)), -jnp.inf)
         n = lax.stop_gradient(self.exponent)
@@ -47,22 +47,26 @@ class Partial(NamedTuple):
 
 
 def empty(shape: tuple[int, ...] = ()) -> Partial:
-    """The sum of nothing, which changes nothing it is combined with."""
+    """Return the empty sum, which `combine` ignores.
+
+    Args:
+      shape: shape of both arrays.
+    """
     return Partial(jnp.zeros(shape, jnp.float32), jnp.full(shape, EMPTY, jnp.float32))
 
 
 def partial(x: jax.Array, *, where: jax.Array | None = None) -> Partial:
-    """The sum of exp(x) over the last axis.
+    """Return the sum of exp(x) over the last axis.
 
-    Up to |x| = 2**24 the pair is as exact as float32 arithmetic; beyond, it is that of an input one unit in the last
+    Up to |x| = 2**24 the pair is as exact as float32 arithmetic. Beyond, it is that of an input one unit in the last
     place away, and inputs beyond 2e38 count as 2e38.
 
     Args:
-      x: float32, bfloat16 or float16, (..., C).
-      where: boolean, broadcastable to x; what is False is left out, whatever it holds.
+      x: (..., C) in float32, bfloat16 or float16.
+      where: boolean, broadcastable to x. Where it is False, x is ignored.
 
     Returns:
-      A pair of shape (...).
+      a pair of arrays of shape (...).
     """
     x = x.astype(jnp.float32)
     if where is not None:
@@ -73,43 +77,66 @@ def partial(x: jax.Array, *, where: jax.Array | None = None) -> Partial:
 
 
 def pair(top: jax.Array, total: jax.Array) -> Partial:
-    """total * exp(top) of finite float32 arrays, as what a running maximum and a running sum have come to."""
+    """Return total * exp(top) as a pair: what a running maximum and a running sum stand for.
+
+    Args:
+      top: finite float32.
+      total: finite float32 of the same shape.
+    """
     mantissa, exponent = split(top)
     return Partial(total * mantissa, jnp.where(total == 0, EMPTY, exponent))
 
 
 def combine(a: Partial, b: Partial) -> Partial:
-    """The sum of both, of their broadcast shape; `empty` is its neutral element."""
+    """Return the sum of two pairs, of their broadcast shape.
+
+    Args:
+      a: a pair.
+      b: another one.
+    """
     n_a, n_b = lax.stop_gradient((a.exponent, b.exponent))
     n = jnp.maximum(n_a, n_b)
     return Partial(a.mantissa * pow2(n_a - n) + b.mantissa * pow2(n_b - n), n)
 
 
 def combine_all(parts: Partial, axis: int = 0) -> Partial:
-    """The sum of pairs along an axis of both arrays, in one step."""
+    """Return the sum of pairs along an axis of both arrays, in one step.
+
+    Args:
+      parts: the pairs, stacked along `axis`.
+      axis: the axis to sum over.
+    """
     exponents = lax.stop_gradient(parts.exponent)
     n = jnp.max(exponents, axis=axis, keepdims=True)
     return Partial(jnp.sum(parts.mantissa * pow2(exponents - n), axis=axis), jnp.squeeze(n, axis))
 
 
 def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """float32 x -> (mantissa, exponent) with exp(x) = mantissa * 2**exponent; the mantissa is near 1."""
+    """Return (mantissa, exponent) of float32 x, with exp(x) = mantissa * 2**exponent and the mantissa near 1.
+
+    Args:
+      x: float32.
+    """
     n = jnp.clip(jnp.round(x * LOG2E), EMPTY, -EMPTY)
     high, low = _halves(n)
     rest = x
     for part in _LN2:
         rest = (rest - high * part) - low * part
-    # Where whole numbers are too far apart to hold x / ln 2, there is no telling the rest.
+    # Where float32 cannot hold x / ln 2 to the nearest whole number, the remainder is meaningless: clip it.
     return jnp.exp(jnp.clip(rest, -2, 2)), n
 
 
 def pow2(n: jax.Array) -> jax.Array:
-    """2**n for whole n <= 0, exactly, by its bits; 0 below -126."""
+    """Return 2**n for whole n <= 0, exactly, by its bits; 0 below -126.
+
+    Args:
+      n: float32 holding whole numbers.
+    """
     bits = jnp.left_shift(jnp.maximum(n, -127.0).astype(jnp.int32) + 127, 23)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _halves(n: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A whole number as a multiple of 4096 and what is left."""
+    """Split a whole number into a multiple of 4096 and the remainder."""
     high = jnp.round(n * (1 / 4096)) * 4096
     return high, n - high

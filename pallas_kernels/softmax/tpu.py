@@ -1,6 +1,6 @@
 """Softmax for TPUs in Mosaic: a row is read once where it fits in VMEM, else twice in chunks, and written once.
 
-As on a GPU (see `gpu.py`), a row's partial sum has its scale in the input's own units, kept in VMEM between chunks.
+As on a GPU (see `gpu.py`), the scale of a row's partial sum is in units of the input. It stays in VMEM between chunks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ VMEM_LIMIT = 48 * 2**20
 """Bytes that Mosaic may use; the smallest VMEM among v5e, v5p, v6e and tpu7x has 64 MiB."""
 
 WHOLE_ROWS = 24 * 2**20
-"""Bytes that a block of whole rows may take: inputs and output twice (one on its way), and float32 temporaries."""
+"""Bytes that a block of whole rows may take: double-buffered inputs and output, and float32 temporaries."""
 
 _LANES = 128
 
 
 def supported(target: Target, *, rows: int, columns: int, dtype: str, masked: bool, inputs: int) -> str | None:
-    """Why the kernels cannot run, or `None`; the arguments are those of `gpu.supported`."""
+    """Return why the kernels cannot run, or `None`; the arguments are those of `gpu.supported`."""
     if masked:
         return "a mask is left to XLA, which fuses it with its own reads"
     if dtype == "float16":
@@ -37,7 +37,7 @@ def supported(target: Target, *, rows: int, columns: int, dtype: str, masked: bo
     return None
 
 
-# ---- what is done with a row
+# ---- the arithmetic on a row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Sweep:
     """Two passes over blocks of rows, in float32; statistics are columns (rows, 1).
 
     Args:
-      pads: what stands behind the end of each input's row.
-      begin: the statistics at the start.
+      pads: for each input, the number that fills the row beyond its end.
+      begin: initial statistics.
       gather: statistics and a block of each input -> statistics.
       result: statistics and a block of each input -> a block of the output, or two columns.
     """
@@ -59,7 +59,7 @@ class Sweep:
 
 def _gather_sum(stats: Sequence[jax.Array], x: jax.Array) -> tuple[jax.Array, ...]:
     old, total = stats
-    # Kept finite, so that infinity makes the sum infinite and not NaN, and a row of minus infinity sums to 0.
+    # Finite, so that infinity makes the sum infinite and not NaN, and a row of minus infinity sums to 0.
     new = jnp.clip(jnp.maximum(old, jnp.max(x, axis=1, keepdims=True)), LOWEST, HIGHEST)
     return new, total * jnp.exp(old - new) + jnp.sum(jnp.exp(x - new), axis=1, keepdims=True)
 
@@ -104,24 +104,24 @@ SWEEPS = {
     # log_softmax's input and dL/dy -> dL/dx: exp of a rounded output would be off by its magnitude
     "log_softmax_backward": Sweep((-jnp.inf, 0.0), (LOWEST, 0.0, 0.0), _gather_both, _log_softmax_backward),
 }
-"""By the name of the op."""
+"""A sweep for each op, by its name."""
 
 
-# ---- how often it is read
+# ---- reading a row once or twice
 
 
 def sweep_rows(target: Target, op: str, arrays: Sequence[jax.Array], *, block: int, chunk: int) -> jax.Array:
-    """One of `SWEEPS` over the rows of matrices (R, C) of one dtype.
+    """Run one of `SWEEPS` over the rows of matrices (R, C) of one dtype.
 
     Args:
-      target: what for.
+      target: the device to compile for.
       op: a key of `SWEEPS`.
-      arrays: the inputs, alike in shape and dtype.
-      block: elements that a block of whole rows aims at.
+      arrays: the inputs, all of one shape and dtype.
+      block: elements that a block of whole rows should have.
       chunk: columns of a chunk of a row that does not fit, a multiple of 128.
 
     Returns:
-      (R, C) in the inputs' dtype; of "sums" (R, 2) in float32: a scale, and the sum of exp(x - scale).
+      (R, C) in the inputs' dtype; for "sums" (R, 2) in float32: a scale, and the sum of exp(x - scale).
     """
     rows, columns = arrays[0].shape
     most = whole_rows(columns, arrays[0].dtype, len(arrays))
@@ -131,7 +131,7 @@ def sweep_rows(target: Target, op: str, arrays: Sequence[jax.Array], *, block: i
 
 
 def whole_rows(columns: int, dtype: Any, inputs: int) -> int:
-    """How many whole rows fit in VMEM, in steps of what a register holds; 0 when not even one step does."""
+    """Return how many whole rows fit in VMEM, a multiple of a register's rows; 0 when not even those fit."""
     size = jnp.dtype(dtype).itemsize
     per_row = max(columns, _LANES) * (2 * size * (inputs + 1) + 4 * (inputs + 2))
     step = _step(dtype)
@@ -180,28 +180,28 @@ def _read_twice(target: Target, op: str, arrays: Sequence[jax.Array], chunk: int
     passes = 1 if sums else 2
 
     def kernel(*refs: Any) -> None:
-        sources, result, kept = refs[: len(arrays)], refs[len(arrays)], refs[len(arrays) + 1 :]
+        sources, result, stat_refs = refs[: len(arrays)], refs[len(arrays)], refs[len(arrays) + 1 :]
         second, j = pl.program_id(1), pl.program_id(2)
 
         @pl.when((second == 0) & (j == 0))
         def _() -> None:
-            for k, b in zip(kept, sweep.begin, strict=True):
+            for k, b in zip(stat_refs, sweep.begin, strict=True):
                 k[...] = jnp.full(k.shape, b, jnp.float32)
 
         xs = [s[...].astype(jnp.float32) for s in sources]
-        if columns % chunk:  # the last chunk ends behind the row
-            there = j * chunk + lax.broadcasted_iota(jnp.int32, (block, chunk), 1) < columns
-            xs = [jnp.where(there, x, pad) for x, pad in zip(xs, sweep.pads, strict=True)]
-        stats = tuple(k[:, :1] for k in kept)
+        if columns % chunk:  # the last chunk ends beyond the row
+            inside = j * chunk + lax.broadcasted_iota(jnp.int32, (block, chunk), 1) < columns
+            xs = [jnp.where(inside, x, pad) for x, pad in zip(xs, sweep.pads, strict=True)]
+        stats = tuple(k[:, :1] for k in stat_refs)
 
         @pl.when(second == 0)
         def _() -> None:
-            for k, value in zip(kept, sweep.gather(stats, *xs), strict=True):
+            for k, value in zip(stat_refs, sweep.gather(stats, *xs), strict=True):
                 k[...] = jnp.broadcast_to(value, k.shape)
 
         @pl.when((second == passes - 1) & ((j == chunks - 1) | (not sums)))
         def _() -> None:
-            now = tuple(k[:, :1] for k in kept) if sums else stats
+            now = tuple(k[:, :1] for k in stat_refs) if sums else stats
             result[...] = sweep.result(now, *xs).astype(result.dtype)
 
     return pl.pallas_call(
@@ -209,7 +209,7 @@ def _read_twice(target: Target, op: str, arrays: Sequence[jax.Array], chunk: int
         out_shape=out,
         grid=(pl.cdiv(rows, block), passes, chunks),
         in_specs=[pl.BlockSpec((block, chunk), lambda i, p, j: (i, j))] * len(arrays),
-        # While the first pass runs, the output stays at the block that the second begins with.
+        # During the first pass, the output block is the one that the second pass begins with.
         out_specs=pl.BlockSpec((block, 2 if sums else chunk), lambda i, p, j: (i, p * j)),
         scratch_shapes=[pltpu.VMEM((block, _LANES), jnp.float32)] * len(sweep.begin),
         compiler_params=pltpu.CompilerParams(
@@ -223,14 +223,14 @@ def _read_twice(target: Target, op: str, arrays: Sequence[jax.Array], chunk: int
 
 
 def forward(target: Target, x: jax.Array, *, op: str) -> Any:
-    """Of (R, C): "softmax" or "log_softmax" in its dtype, or the "sums" of `reference.sums`, float32 (R,) twice."""
+    """Return "softmax" or "log_softmax" of (R, C), or its "sums" as `reference.sums`: two float32 (R,)."""
     y = sweep_rows(target, op, [x], **_tile(target, x.shape[1], x.dtype.name))
     return (y[:, 0], y[:, 1]) if op == "sums" else y
 
 
-def backward(target: Target, kept: jax.Array, g: jax.Array, *, op: str) -> jax.Array:
-    """The input's cotangent, (R, C), from the output of "softmax" or the input of "log_softmax", and g of its dtype."""
-    return sweep_rows(target, f"{op}_backward", [kept, g], **_tile(target, kept.shape[1], kept.dtype.name))
+def backward(target: Target, saved: jax.Array, g: jax.Array, *, op: str) -> jax.Array:
+    """Return the input's cotangent, (R, C); the arguments are those of `gpu.backward`."""
+    return sweep_rows(target, f"{op}_backward", [saved, g], **_tile(target, saved.shape[1], saved.dtype.name))
 
 
 def _tile(target: Target, columns: int, dtype: str) -> dict[str, int]:
@@ -238,14 +238,14 @@ def _tile(target: Target, columns: int, dtype: str) -> dict[str, int]:
 
 
 def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
-    """Every tile of the table on a shape of its own: (name, function, arguments), for the gate."""
+    """Yield (name, function, arguments) for the gate: every tile of the table on a shape of its own."""
     for entry in entries("softmax"):
         if not entry["device"].startswith("TPU"):
             continue
         columns, dtype = entry["key"]["columns"], entry["key"]["dtype"]
         for op in SWEEPS:
             inputs = 2 if op.endswith("backward") else 1
-            # ragged in both directions: nothing is a multiple of anything
+            # neither rows nor columns are a multiple of a tile
             shape = (jax.ShapeDtypeStruct((1001, columns - 3), dtype),) * inputs
             fn = lambda *a, o=op, tile=entry["tile"]: sweep_rows(Target("", "tpu"), o, a, **tile)  # noqa: E731
             yield f"{dtype} {columns - 3} {op}", fn, shape

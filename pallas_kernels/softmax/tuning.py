@@ -1,4 +1,4 @@
-"""What `python -m pallas_kernels.tune softmax` tries."""
+"""Keys, candidates and cases for `python -m pallas_kernels.tune softmax`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pallas_kernels.softmax.gpu_stream import row_sums
 from pallas_kernels.softmax.tpu import sweep_rows
 
 Key = dict[str, Any]
-_ELEMENTS = 2**28  # of a matrix that is timed: far more than a cache holds
+_ELEMENTS = 2**28  # elements of a matrix that is timed: far more than fit in a cache
 
 
 def keys(platform: str) -> Iterator[Key]:
-    """What a tile depends on."""
+    """Yield what a tile depends on."""
     if platform == "tpu":
         for dtype, columns in itertools.product(("float32", "bfloat16"), (1024, 32768, 262144)):
             yield {"kernel": "rows", "dtype": dtype, "columns": columns}
@@ -32,7 +32,7 @@ def keys(platform: str) -> Iterator[Key]:
 
 
 def candidates(platform: str, key: Key) -> Iterator[dict[str, int]]:
-    """Tiles, the likeliest first."""
+    """Yield tiles, the likeliest to be fast first."""
     if platform == "tpu":
         for block, chunk in itertools.product((262144, 131072, 524288), (8192, 4096, 16384)):
             yield {"block": block, "chunk": chunk}
@@ -46,7 +46,7 @@ def candidates(platform: str, key: Key) -> Iterator[dict[str, int]]:
 
 
 def build(platform: str, key: Key, tile: dict[str, int]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A kernel with a tile, and the shape of its argument."""
+    """Return a kernel with a tile, and the shape of its argument."""
     x = jax.ShapeDtypeStruct((max(8, _ELEMENTS // key["columns"]), key["columns"]), key["dtype"])
     if platform == "tpu":
         return lambda x: sweep_rows(Target("", "tpu"), "softmax", [x], block=tile["block"], chunk=tile["chunk"]), (x,)

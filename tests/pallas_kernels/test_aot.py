@@ -38,7 +38,7 @@ def test_products_that_triton_would_have_to_try_are_compiled_by_cublas_and_that_
 
     assert aot.compile_lowered(Lowered(), [types.SimpleNamespace(platform="gpu")]) == "program"
     assert len(asked) == 2 and asked[1]["xla_gpu_autotune_level"] == 0
-    assert "this program's go to cuBLAS" in caplog.text
+    assert "this program's products use cuBLAS" in caplog.text
 
 
 @TPU
@@ -54,7 +54,7 @@ def test_the_gate_refuses_what_mosaic_refuses():
 
 @TPU
 def test_the_gate_refuses_a_function_without_a_kernel():
-    assert "holds none" in gate.gate_tpu(lambda x: x * 2, (X,), "v5e")
+    assert "the function has none" in gate.gate_tpu(lambda x: x * 2, (X,), "v5e")
 
 
 @pytest.mark.gpu_aot
@@ -105,7 +105,7 @@ def test_unknown_hardware_is_named_with_what_there_is(topology, says):
 
 @TPU
 def test_a_slice_that_cannot_be_is_refused():
-    with pytest.raises(KernelError, match="'v5e:3x5' is no slice.*the smallest is 'v5e:2x2'"):
+    with pytest.raises(KernelError, match="libtpu knows no slice 'v5e:3x5'.*the smallest is 'v5e:2x2'"):
         aot.devices_of("v5e:3x5")
 
 
@@ -119,7 +119,7 @@ def test_the_gates_command_names_an_unknown_op(capsys):
     with pytest.raises(SystemExit):
         gate.main(["sofmax"])
     assert (
-        "no kernels of 'sofmax'; there are blockwise, cut_cross_entropy, decode_attention, flash_attention, softmax"
+        "'sofmax' has no kernels; these ops do: blockwise, cut_cross_entropy, decode_attention, flash_attention, softmax"
         in capsys.readouterr().err
     )
 

@@ -80,7 +80,7 @@ def test_a_named_implementation_never_falls_back():
 
 
 def test_an_unknown_implementation_gets_the_nearest_name():
-    with pytest.raises(KernelError, match="no implementation 'mosaic_tpv', only .*did you mean 'mosaic_tpu'"):
+    with pytest.raises(KernelError, match="no implementation 'mosaic_tpv'; it has .*did you mean 'mosaic_tpu'"):
         dispatch.dispatch("toy", _toy(), (jnp.ones(4),), {}, "mosaic_tpv")
 
 

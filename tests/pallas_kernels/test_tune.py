@@ -1,4 +1,4 @@
-"""The tuner, with a made-up op on the device that is here."""
+"""The tuner, with a made-up op on this machine's device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pallas_kernels import trials, tune
 
 pytestmark = pytest.mark.once
 KEY = {"columns": 8}
-LOG_LINE = {"op": "made_up", "device": "cpu", "key": KEY, "how": "measured"}
+LOG_LINE = {"op": "made_up", "device": "cpu", "key": KEY, "source": "measured"}
 
 
 @pytest.fixture
@@ -41,12 +41,12 @@ def made_up(monkeypatch):
     return op
 
 
-def test_the_fastest_tile_with_the_first_ones_result_is_taken(made_up):
-    said = []
-    (entry,) = trials.tune("made_up", "v5e", say=said.append)
+def test_the_fastest_tile_with_the_first_ones_result_is_used(made_up):
+    lines = []
+    (entry,) = trials.tune("made_up", "v5e", say=lines.append)
     assert entry["tile"] == {"kind": "fast"} and entry["from"].startswith("measured")
-    assert "'wrong and fast'}: its result is 2 from that of the first tile" in said[1]
-    assert "'broken'}: does not run: no such tile" in said[2]
+    assert "'wrong and fast'}: its result is 2 from that of the first tile" in lines[1]
+    assert "'broken'}: does not run: no such tile" in lines[2]
 
 
 def test_what_was_tried_is_not_tried_again(made_up):
@@ -71,6 +71,12 @@ def test_a_log_knows_what_is_under_way(tmp_path):
     assert [(u["tile"], u["state"], u["times"]) for u in under_way] == [(lost, "timing", 1)]
 
 
+def test_a_log_of_an_older_version_is_read(tmp_path):
+    log = tune.Log(tmp_path / "tried.jsonl")
+    log.add({"op": "made_up", "device": "cpu", "key": KEY, "tile": {}, "seconds": 1.0, "problem": None, "how": "x"})
+    assert [a.source for a in log.read()[0]] == ["x"]
+
+
 def test_what_was_under_way_when_the_time_was_over_is_tried_again(tmp_path):
     log = tune.Log(tmp_path / "tried.jsonl")
     log.add(state({"kind": "slow"}))
@@ -80,7 +86,7 @@ def test_what_was_under_way_when_the_time_was_over_is_tried_again(tmp_path):
 
 @pytest.fixture
 def processes(tmp_path, monkeypatch):
-    """Runs the tuner's parent over processes that write these lines each and then do what is said."""
+    """Run the tuner's parent process over child processes, each of which writes its lines and then runs `then`."""
 
     def run(*of_each, then=""):
         out = tmp_path / "tried.jsonl"
@@ -116,9 +122,9 @@ def test_where_one_process_cannot_work_none_is_started_again(processes):
 def test_a_tile_that_only_compiled_does_not_replace_a_measured_one(monkeypatch, capsys):
     entry = {"device": "cpu", "key": KEY, "tile": {"kind": "fast"}}
     monkeypatch.setattr(tune.tiles, "entries", lambda op: (entry | {"from": "measured 2026-11-22, jax 0.11.2"},))
-    monkeypatch.setattr(tune.tiles, "write", lambda op, found: pytest.fail(f"{found} written"))
+    monkeypatch.setattr(tune.tiles, "write", lambda op, new: pytest.fail(f"{new} written"))
     tune._written({"made_up": [entry | {"from": "compiled"}]})
-    assert "1 that were measured stay" in capsys.readouterr().out
+    assert "kept 1 measured entries" in capsys.readouterr().out
 
 
 def test_a_cut_last_line_is_no_line_and_another_file_is_named(tmp_path, capsys):
@@ -127,11 +133,11 @@ def test_a_cut_last_line_is_no_line_and_another_file_is_named(tmp_path, capsys):
     assert len(tune.Log(file).read()[1]) == 1
     file.write_text("# A README\n")
     assert tune.main(["--take", str(file)]) == tune.REFUSED
-    assert "is no file of attempts, as --out writes one" in capsys.readouterr().err
+    assert "is not a file of attempts written by --out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["nonsense", "nonsense=1", "columns=nosuch"])
-def test_keys_that_there_are_not_are_named(where, capsys):
+def test_unknown_keys_are_named(where, capsys):
     with pytest.raises(SystemExit):
         tune.main(["softmax", "--where", where])
     assert f"--where {where}: " in capsys.readouterr().err

@@ -18,17 +18,17 @@ from pallas_kernels.dispatch import Implementation, KernelError
 FOUND = {"commit": "0123456789ab", "jax": "0.11.2", "date": "2026-11-30"}
 ENTRY = {
     "op": "toy", "implementation": "mosaic_gpu", "device": "NVIDIA H",
-    "case": {"direction": "backward", "how.deterministic": False, "shape": [2, 3]},
+    "case": {"direction": "backward", "settings.deterministic": False, "shape": [2, 3]},
     "why": "dq is off by 0.3", "found": FOUND,
 }  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
-class _How:
+class _Settings:
     deterministic: bool
 
 
-CASE = {"direction": "backward", "how": _How(False), "shape": (2, 3), "dtype": "bfloat16"}
+CASE = {"direction": "backward", "settings": _Settings(False), "shape": (2, 3), "dtype": "bfloat16"}
 _anything = lambda target, **case: None  # noqa: E731
 WAYS = (
     Implementation("mosaic_gpu", ("cuda",), _anything, lambda target, x, **case: x * 5),
@@ -59,7 +59,7 @@ def test_a_withdrawn_kernel_is_not_chosen_and_the_record_has_the_sentence():
 
 
 @pytest.mark.parametrize(
-    "other", [{"direction": "forward"}, {"how": _How(True)}, {"shape": (2, 4)}], ids=lambda o: next(iter(o))
+    "other", [{"direction": "forward"}, {"settings": _Settings(True)}, {"shape": (2, 4)}], ids=lambda o: next(iter(o))
 )
 def test_other_cases_stay(other):
     assert _chosen(CASE | other).implementation == "mosaic_gpu"
@@ -108,7 +108,7 @@ def test_what_everything_falls_back_to_cannot_be_withdrawn():
     "case, says",
     [
         ({"directoin": "backward"}, "cases of toy have no 'directoin'.*did you mean 'direction'"),
-        ({"how.exact": True}, "_How has no 'exact'"),
+        ({"settings.exact": True}, "_Settings has no 'exact'"),
     ],
 )
 def test_an_entry_that_could_never_match_is_an_error(case, says):

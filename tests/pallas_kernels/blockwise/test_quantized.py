@@ -160,8 +160,11 @@ def test_rows_are_joined_only_where_a_tile_has_too_few_numbers(width):
     [
         (lambda x: quantize_blockwise(x, tile=(3, 128)), r"tile \(3, 128\) does not divide x.*\(1, 128\) would"),
         (lambda x: quantize_blockwise(x, tile=(128,)), "does not divide x"),
-        (lambda x: quantize_blockwise(x, block_size=100), "block_size=100 is no power of two"),
-        (lambda x: quantize_blockwise(x, key=jax.random.key(0), moment=True), "not rounded at random"),
+        (lambda x: quantize_blockwise(x, block_size=100), "block_size=100 is not a power of two"),
+        (
+            lambda x: quantize_blockwise(x, key=jax.random.key(0), moment=True),
+            "rounding at random may make a second moment 0",
+        ),
         (lambda x: quantize_blockwise(x, format="linea"), "did you mean 'linear'"),
         (lambda x: quantize_blockwise(x.astype(jnp.int32)), "takes floats"),
         (lambda x: dequantize_blockwise(Quantized(x, x, (2, 128), "dynamic", True)), "codes are float32"),

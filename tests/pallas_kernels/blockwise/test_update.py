@@ -164,9 +164,9 @@ def test_rules_are_found_by_their_names():
         (dict(param=lambda p: p.astype(jnp.int32)), "a parameter is float32, bfloat16 or float16, not int32"),
         (dict(grad=lambda g: g.astype(jnp.int32)), "a gradient is a float, not int32; cast it to float32"),
         (dict(grad=lambda g: g[:2]), r"the gradient's shape \(2, 256\) is not the parameter's, \(4, 256\)"),
-        (dict(states=lambda s: s[:1]), "adamw has 2 states, and 1 were given"),
-        (dict(states=lambda s: (s[1], s[0])), "state 0 of adamw is signed"),
-        (dict(states=lambda s: (s[0], s[0])), "state 1 of adamw is unsigned"),
+        (dict(states=lambda s: s[:1]), "adamw has 2 states, but the argument states has 1"),
+        (dict(states=lambda s: (s[1], s[0])), "state 0 of adamw must be quantised with signed=True"),
+        (dict(states=lambda s: (s[0], s[0])), "state 1 of adamw must be quantised with signed=False"),
         (
             dict(
                 states=lambda s: tuple(

@@ -243,7 +243,7 @@ X, W, T = jnp.zeros((6, 4)), jnp.zeros((9, 4)), np.zeros(6, np.int32)
         ((X, W, T), {"ignore_index": 1.5}, ("ignore_index", "integer", "1.5")),
         ((X, W, T.astype(np.uint8)), {"ignore_index": -100}, ("uint8", "ignore_index=-100", "int32")),
         ((X, W, T), {"implementation": "xlaa"}, ("xlaa", "did you mean 'xla'")),
-        ((X, W, T), {"implementation": "dense", "filter": 0.1}, ("'dense'", "leaves nothing out", "filter=None")),
+        ((X, W, T), {"implementation": "dense", "filter": 0.1}, ("'dense'", "has no filter", "filter=None")),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) and isinstance(x[0], str) else "",
 )

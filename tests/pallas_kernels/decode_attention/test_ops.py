@@ -107,7 +107,7 @@ ARRAYS = {"q": (2, 1, 4, 16), "k": (2, 32, 2, 16), "v": (2, 32, 2, 16)}
     [
         ({"q": (2, 1, 3, 16)}, "3 query heads are not a multiple of 2 key heads; 4 would be"),
         ({"v": (2, 16, 2, 16)}, "differ before the last axis"),
-        ({"k": (3, 32, 2, 16), "v": (3, 32, 2, 16)}, "2 rows of queries and 3 of keys"),
+        ({"k": (3, 32, 2, 16), "v": (3, 32, 2, 16)}, "q has 2 rows and k has 3 pages"),
         ({"lengths": None}, "either positions"),
         ({"lengths": np.array([1.0, 2.0])}, "lengths has to be integers, not float"),
         ({"tables": np.zeros((3, 1), int)}, r"tables has to be \(2, pages of a row\)"),
@@ -115,7 +115,7 @@ ARRAYS = {"q": (2, 1, 4, 16), "k": (2, 32, 2, 16), "v": (2, 32, 2, 16)}
         ({"softcap": -1.0}, "softcap has to be"),
         ({"stride": 0}, "stride has to be"),
         ({"value_dim": 8}, "value_dim is 8, and v is 16 wide"),
-        ({"v": None}, "name value_dim"),
+        ({"v": None}, "set value_dim"),
         ({"dtype": jnp.int32}, "takes float32, bfloat16 or float16, and q is int32"),
         ({"implementation": "xal"}, "did you mean 'xla'"),
     ],

@@ -137,8 +137,8 @@ def test_rows_are_dealt_out_so_that_they_fit_and_fill_the_machine():
     ):
         assert columns <= gpu_rows.most_columns(dtype, inputs)
         plan = gpu_rows.Plan(10_000, gpu_rows.cut_for(columns, dtype, inputs, 4), inputs)
-        assert plan.depth * plan.taken + gpu_rows.RESERVED <= gpu_rows.SHARED_MEMORY
-        assert plan.resident * (plan.depth * plan.taken + gpu_rows.RESERVED) <= gpu_rows._PER_SM
+        assert plan.depth * plan.row_bytes + gpu_rows.RESERVED <= gpu_rows.SHARED_MEMORY
+        assert plan.resident * (plan.depth * plan.row_bytes + gpu_rows.RESERVED) <= gpu_rows._PER_SM
         assert plan.cut.pieces * plan.cut.lines >= plan.cut.total
 
 

@@ -156,9 +156,7 @@ def best(tried: Sequence[Attempt], *, say: Say = print) -> dict[str, list[dict[s
             say(f"{op} {of_key[0].key}: no candidate passes")
             continue
         if sum("that of the first tile" in (a.problem or "") for a in of_key) > len(passed):
-            say(
-                f"{op} {of_key[0].key}: most tiles disagree with the result of the first tile, which may itself be wrong"
-            )
+            say(f"{op} {of_key[0].key}: most tiles disagree with the result of the first tile, which may be wrong")
         chosen = min(passed, key=lambda a: (a.seconds is None, a.seconds or 0.0))
         by_op[op].append({"device": device, "key": chosen.key, "tile": chosen.tile, "from": chosen.source})
     return by_op

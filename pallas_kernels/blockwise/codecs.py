@@ -147,7 +147,7 @@ class Dynamic:
         if at_most_down is not None:
             # x / at_most_down lies this much lower; round that up by adding the rest of 1/2, if positive.
             place = place + jnp.maximum(0.5 - ninths * n * np.float32(1 - 1 / at_most_down), 0.0)
-        # For the first 0.2 of a step of a decade the last code of the decade below is nearer; in the lowest decade, 0 is
+        # For the first 0.2 of a step of a decade the last code of the decade below is nearer; in the lowest one, 0 is
         # nearer up to half of its first value.
         zero, one = _EDGES[self.signed]
         edge = jnp.where(a < np.float32(1e-6), (zero * 1e6 / 0.9 + 8 / 9) * first - 0.5, n - 0.3)

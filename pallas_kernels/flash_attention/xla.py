@@ -106,7 +106,7 @@ def backward(
 
 
 def of_rows(out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return each row's finite log-sum-exp, and sum of dout * out less `dlse`, float32 (B, S, H): a softmax's gradient."""
+    """Return a softmax's gradient terms of each row: finite log-sum-exp, and sum of dout * out less dlse; (B, S, H)."""
     # An empty row has no gradient, whatever the cotangent of its log-sum-exp after a merge.
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1) - jnp.where(lse == -jnp.inf, 0, dlse)
     return jnp.where(lse == -jnp.inf, 0, lse), delta

@@ -1,11 +1,11 @@
-"""What one process of `on_device` does: runs work on the device there is and says what is wrong with its results.
+"""One process of `on_device`: runs work on this machine's device and reports what is wrong with its results.
 
 A program is compiled once and run several times, the last time after the allocator's free memory was filled with 0xFF
-bytes, a NaN in every floating dtype: what a kernel does not write then shows, where it would otherwise show what the
-run before had left there, which is right.
+bytes, which are NaN in every floating dtype. This reveals elements that a kernel does not write; otherwise they would
+hold the right result of the run before.
 
-As a process it is told in lines on its standard input which work to run, and answers in lines of JSON on the file
-descriptor that it is given, so that nothing that a library prints comes between.
+The process reads lines of JSON with the work to run from its standard input, and writes its answers as lines of JSON to
+the file descriptor `--answers`, apart from what libraries print.
 """
 
 from __future__ import annotations
@@ -33,49 +33,49 @@ from tests.pallas_kernels.flash_attention import grid
 from tests.pallas_kernels.parity import Program, Work
 
 RERUNS = 3
-"""Besides the first run, and before memory is poisoned."""
+"""Runs after the first one and before memory is filled."""
 PIECE = 1024
-"""Elements, at most, whose error is also looked at alone: the norm of millions hides a row that nobody wrote."""
+"""Most elements of a piece whose error is checked by itself: the norm of millions would hide an unwritten row."""
 PIECES = 8.0
-"""Times the plain implementation's error, or units in the last place, that the worst piece may be off by. A piece is
-held against its own norm and the usual one, since a norm of few elements is small by chance."""
+"""Limit of the worst piece's error, in errors of the plain implementation or units in the last place.
+
+A piece is compared with its own norm and the usual one, since the norm of few elements may be small by chance.
+"""
 
 
 def works(platform: str) -> list[Work]:
-    """Everything that is checked on a platform: the parity table's work, and that of real size."""
+    """Return everything that is checked on a platform: the work of the parity table, and that of real sizes."""
     control = [_control()] if platform == "gpu" else []
     return [*control, *parity.works(), *_deterministic(), *real_sizes.works(small=platform == "cpu")]
 
 
 def _control() -> Work:
-    """A kernel that writes nothing: "ok" where that shows, so that UNWRITTEN can be told."""
+    """Return a kernel that writes nothing: "ok" where this is detected, so that UNWRITTEN works."""
     from jax.experimental.pallas import mosaic_gpu
 
     plgpu: Any = mosaic_gpu  # its names differ between versions
 
-    def ours(how: str) -> Any:
-        if how != "mosaic_gpu":
+    def ours(implementation: str) -> Any:
+        if implementation != "mosaic_gpu":
             raise KernelError("XLA writes all of what it returns")
         out = jax.ShapeDtypeStruct((1024, 128), jnp.float32)
         return plgpu.kernel(lambda x_ref, y_ref: None, out_type=out, grid=(1,), grid_names=("block",))
 
-    def shown(y: Any) -> tuple[Any, ...]:
+    def outputs(y: Any) -> tuple[Any, ...]:
         if not np.isnan(y).all():
-            raise KernelError(
-                "what nobody wrote holds something else than the poison, so UNWRITTEN cannot be told here"
-            )
+            raise KernelError("unwritten memory does not hold the poison, so UNWRITTEN cannot be detected here")
         return (np.ones(1, np.float32),)
 
     def make(seed: int | None) -> Program:
         x = jnp.ones((128,), jnp.float32)
         fill_free_memory()
-        return Program(ours, (x,), shown, lambda: (np.ones(1, np.float32),), lambda: (np.ones(1),))
+        return Program(ours, (x,), outputs, lambda: (np.ones(1, np.float32),), lambda: (np.ones(1),))
 
     return Work("control", "a kernel that writes nothing", "float32", ("shows",), make)
 
 
 def _deterministic() -> Iterator[Work]:
-    """Attention of the table, where its gradient has a faster way that may differ between runs."""
+    """Yield attention cases of the table whose gradient has a faster mode that may differ between runs."""
     for chosen in ({"D": 128, "grouped": True, "causal": True}, {"D": 64, "causal": True, "segments": True}):
         for dtype in ("bfloat16", "float16"):
             case = dict.fromkeys(grid.FEATURES, False) | chosen | {"dtype": dtype}
@@ -87,8 +87,8 @@ def _deterministic() -> Iterator[Work]:
 def may_vary(work: Work, backend: str, part: str) -> bool:
     """Whether results may differ between runs: blocks on Hopper add to dq in the order that they come in.
 
-    They do in the one kernel for heads of 64 and 128 (`flash_attention.gpu.passes`), unless told otherwise. cuDNN's
-    gradient is deterministic on request only, and JAX does not request it.
+    This is so for the single kernel for heads of 64 and 128 (`flash_attention.gpu.passes`) without `deterministic`.
+    cuDNN's gradient is deterministic on request only, and JAX does not request it.
     """
     if backend == "cudnn":
         return part != "out"
@@ -99,7 +99,7 @@ def may_vary(work: Work, backend: str, part: str) -> bool:
 
 
 def backends(platform: str, kind: str) -> tuple[str, ...]:
-    """What a device runs."""
+    """Return the backends of a device."""
     if platform == "tpu":
         return ("mosaic_tpu", "xla")
     return ("mosaic_gpu", "cudnn", "xla") if platform == "gpu" and "NVIDIA" in kind else ("xla",)
@@ -109,7 +109,7 @@ def backends(platform: str, kind: str) -> tuple[str, ...]:
 
 
 class Crash(Exception):
-    """A run failed; `where` says in what, `fatal` that the process may not be fit for another."""
+    """A run failed in the step `where`; if `fatal`, the process may be unfit for more work."""
 
     def __init__(self, where: str, error: BaseException, fatal: bool):
         first = next((line for line in str(error).strip().splitlines() if line.strip()), "")
@@ -120,12 +120,13 @@ class Crash(Exception):
 def check(
     work: Work, backend: str, made: Program, *, poison: Callable[[], float | None] | None = None
 ) -> list[dict[str, Any]]:
-    """A row for each part of a piece of work.
+    """Return a row for each part of a piece of work.
 
     Args:
-      work, made: what it is called, and its program on the data to run it on.
+      work: the work.
       backend: the implementation to run.
-      poison: fills free memory, and returns which share of it, or `None` where that is not known.
+      made: its program, on the data to run it on.
+      poison: fills free memory and returns the share that was filled, or `None` where that is not known.
 
     Returns:
       dicts with verdict, error, plain, allowed, worst and worst_allowed (of the worst piece), same (all reruns have
@@ -133,7 +134,7 @@ def check(
       memory that was filled), ran (what dispatch recorded) and seconds.
 
     Raises:
-      Crash: something else than a refusal was raised.
+      Crash: another error than a refusal was raised.
     """
     start = time.monotonic()
 
@@ -159,18 +160,18 @@ def check(
     rows = []
     with _telling("comparing"):
         for i, part in enumerate(work.parts):
-            found = _judged(first[i], dirty[i], plain[i], truth[i])
-            found["same"] = all(one[i][0] for one in again)
-            found["spread"] = max(one[i][1] for one in again)
-            found["poisoned"] |= {"same": poisoned[i][0], "share": share}
-            verdict = _verdict(found, may_vary(work, backend, part))
-            rows.append(_row(work, backend, part, verdict) | found)
+            record = _judged(first[i], dirty[i], plain[i], truth[i])
+            record["same"] = all(one[i][0] for one in again)
+            record["spread"] = max(one[i][1] for one in again)
+            record["poisoned"] |= {"same": poisoned[i][0], "share": share}
+            verdict = _verdict(record, may_vary(work, backend, part))
+            rows.append(_row(work, backend, part, verdict) | record)
     withdrawn_for = {
         why for c in ran.values() if (why := withdrawn.why(c.op, c.implementation, c.kind, dict(c.case))) is not None
     }
     seconds = round(time.monotonic() - start, 2)
-    told = {"ran": sorted({f"{c.op}: {c.implementation}" for c in ran.values()}), "seconds": seconds}
-    return [row | told | ({"withdrawn": sorted(withdrawn_for)} if withdrawn_for else {}) for row in rows]
+    context = {"ran": sorted({f"{c.op}: {c.implementation}" for c in ran.values()}), "seconds": seconds}
+    return [row | context | ({"withdrawn": sorted(withdrawn_for)} if withdrawn_for else {}) for row in rows]
 
 
 @contextlib.contextmanager
@@ -179,7 +180,7 @@ def _telling(where: str, fatal: bool = True) -> Iterator[None]:
         yield
     except KernelError:
         raise
-    except Exception as e:  # whatever compilers and devices raise
+    except Exception as e:  # compilers and devices raise many types
         raise Crash(where, e, fatal) from e
 
 
@@ -196,7 +197,7 @@ def _row(work: Work, backend: str, part: str, verdict: str) -> dict[str, Any]:
 
 
 def _judged(first: Any, dirty: Any, plain: Any, truth: Any) -> dict[str, Any]:
-    """Errors of a part, of the plain implementation and what is allowed."""
+    """Return the errors of a part, those of the plain implementation, and the allowed errors."""
     error, worst, _ = _errors(first, truth)
     after, after_worst, finite = _errors(dirty, truth)
     theirs, theirs_worst, _ = _errors(plain, truth)
@@ -212,34 +213,34 @@ def _judged(first: Any, dirty: Any, plain: Any, truth: Any) -> dict[str, Any]:
     }
 
 
-def _verdict(found: dict[str, Any], varies: bool) -> str:
-    within = lambda f: f["error"] <= found["allowed"] and f["worst"] <= found["worst_allowed"]  # noqa: E731
-    poisoned = found["poisoned"]
-    if not within(found):
+def _verdict(record: dict[str, Any], varies: bool) -> str:
+    within = lambda f: f["error"] <= record["allowed"] and f["worst"] <= record["worst_allowed"]  # noqa: E731
+    poisoned = record["poisoned"]
+    if not within(record):
         return "WRONG"
     if not poisoned["finite"]:
         return "UNWRITTEN"
-    if not found["same"] and not varies:
+    if not record["same"] and not varies:
         return "NOT THE SAME TWICE"
     if not within(poisoned) or not (poisoned["same"] or varies):
         return "UNWRITTEN"
     return "ok"
 
 
-# comparing: NumPy in float64, or on the device where the truth is there ---------------------------------------------
+# comparing: NumPy in float64, or on the device where the truth is on it ----------------------------------------------
 
 
 def _errors(got: Any, truth: Any) -> tuple[float, float, bool]:
-    """Of the whole, of the worst piece, and whether it is finite wherever the truth is."""
+    """Return the error of the whole, that of the worst piece, and whether it is finite wherever the truth is."""
     if got.shape != truth.shape:
         raise ValueError(f"a result of shape {got.shape}, and the truth has {truth.shape}")
     if isinstance(truth, np.ndarray):
         with np.errstate(invalid="ignore"):
-            found = _deviations(np, np.asarray(got), truth)
+            deviations = _deviations(np, np.asarray(got), truth)
     else:
         with jax.enable_x64(truth.dtype == jnp.float64):
-            found = _deviations_on_device(jnp.asarray(got), truth)
-    whole, worst, finite = (np.asarray(x) for x in found)
+            deviations = _deviations_on_device(jnp.asarray(got), truth)
+    whole, worst, finite = (np.asarray(x) for x in deviations)
     return float(whole), float(worst), bool(finite)
 
 
@@ -247,7 +248,7 @@ def _deviations(xp: Any, got: Any, truth: Any) -> tuple[Any, Any, Any]:
     wide = truth.dtype if truth.dtype in (np.float32, np.float64) else np.float64
     got, truth = got.astype(wide), truth.astype(wide)
     finite = xp.all(xp.isfinite(got) | ~xp.isfinite(truth))
-    off = xp.where(got == truth, 0, got - truth)  # an infinity that should be one
+    off = xp.where(got == truth, 0, got - truth)  # equal infinities
     size = xp.where(xp.isfinite(truth), truth, 0)
     off, size = _pieces(off), _pieces(size)
     off, size = (xp.sqrt(xp.sum(x * x, -1)) for x in (off, size))
@@ -261,7 +262,7 @@ _deviations_on_device = jax.jit(functools.partial(_deviations, jnp))
 
 
 def _pieces(x: Any) -> Any:
-    """(..., n) as (pieces, elements): rows, long ones cut; of a vector each element."""
+    """Return (..., n) as (pieces, elements): rows, with long ones cut; elements of a vector."""
     if x.ndim < 2:
         return x.reshape(-1, 1)
     n = x.shape[-1]
@@ -269,15 +270,15 @@ def _pieces(x: Any) -> Any:
 
 
 def _apart(one: tuple[Any, ...], other: tuple[Any, ...]) -> list[tuple[bool, float]]:
-    """Of every part, whether the bits are the same, and the norm of the difference over the first's."""
-    found = []
+    """Return, for every part, whether the bits are the same, and the norm of the difference over the first's norm."""
+    results = []
     for a, b in zip(one, other, strict=True):
         if isinstance(a, np.ndarray):
             same = a.tobytes() == np.asarray(b).tobytes()
         else:
             same = bool(jax.jit(_same_bits)(a, b))
-        found.append((same, 0.0 if same else _errors(b, a.astype(np.float32))[0]))
-    return found
+        results.append((same, 0.0 if same else _errors(b, a.astype(np.float32))[0]))
+    return results
 
 
 def _same_bits(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -290,18 +291,18 @@ def _same_bits(a: jax.Array, b: jax.Array) -> jax.Array:
 
 _LADDER = tuple(256 * 4**i for i in range(11))  # bytes: 256 to 256 MiB
 _OF_EACH = 48
-_LEFT = 0.08  # of the pool: an allocation that fails is tried again for ten seconds
-_WITHOUT_POOL = 2**26  # bytes that are filled where there is no pool: what was freed last
+_LEFT = 0.08  # share of the pool: JAX retries a failed allocation for ten seconds
+_WITHOUT_POOL = 2**26  # bytes to fill where there is no pool: the last freed memory
 
 
 def fill_free_memory() -> float | None:
-    """Fills the allocator's free memory with 0xFF bytes and gives it back.
+    """Fill the allocator's free memory with 0xFF bytes and free it again.
 
-    Small blocks first, as many of each size as fill the gaps between what is held, since that is where small outputs go
-    again; then large ones. A part of the pool is left.
+    Small blocks first, as many of each size as fill the gaps between used blocks, since small outputs go there; then
+    large blocks. A part of the pool is left.
 
     Returns:
-      the share of the free memory that was filled; `None` where an allocator does not tell.
+      the share of the free memory that was filled; `None` where the allocator does not report its size.
     """
     stats = jax.local_devices()[0].memory_stats() or {}
     limit, used = stats.get("bytes_limit"), stats.get("bytes_in_use", 0)
@@ -324,7 +325,7 @@ def fill_free_memory() -> float | None:
             while filled + size <= most and size >= 2**20:
                 take(size)
         jax.block_until_ready(held)
-    except jax.errors.JaxRuntimeError:  # the pool is in more pieces than thought: what is filled is filled
+    except jax.errors.JaxRuntimeError:  # the pool is more fragmented than expected: keep what was filled
         pass
     for x in held:
         x.delete()
@@ -340,10 +341,11 @@ def _fill(size: int) -> Callable[[], jax.Array]:
 
 
 def main() -> None:
+    """Run a process of `on_device`."""
     parser = argparse.ArgumentParser(description="a process of on_device")
-    parser.add_argument("--answers", type=int, required=True, help="the file descriptor to answer on")
+    parser.add_argument("--answers", type=int, required=True, help="the file descriptor for answers")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--interpret", action="store_true", help="kernels in their interpreters, on a CPU")
+    parser.add_argument("--interpret", action="store_true", help="run kernels in their interpreters, on a CPU")
     parser.add_argument("--works", default=f"{__package__}.device_check", help="the module whose works() is run")
     args = parser.parse_args()
     if args.interpret:
@@ -370,21 +372,21 @@ def main() -> None:
             _serve(every, args.seed, sys.stdin, answer)
 
 
-def _serve(every: list[Work], seed: int, asked: Iterable[str], answer: Callable[[Any], None]) -> None:
-    """Answers each line {"work": index, "backend": name} with {"rows": [...], "last": whether the process ends}."""
+def _serve(every: list[Work], seed: int, lines: Iterable[str], answer: Callable[[Any], None]) -> None:
+    """Answer each line {"work": index, "backend": name} with {"rows": [...], "last": whether the process ends}."""
     before, made = None, None
-    for line in asked:
+    for line in lines:
         order = json.loads(line)
         work, backend = every[order["work"]], order["backend"]
         try:
             if order["work"] != before:
-                before = made = None  # free what it held before the next one is made
+                before = made = None  # free the last work's arrays before the next ones are made
                 jax.clear_caches()
                 with _telling("making arrays"):
                     made = _once(work.make(seed))
                 before = order["work"]
             rows, last = check(work, backend, made), False
-        except Crash as e:  # a device that faulted answers every later call with the same error
+        except Crash as e:  # after a fault, a device answers every call with the same error
             rows, last = [_row(work, backend, part, str(e)) for part in work.parts], e.fatal
         answer({"rows": rows, "last": last})
         if last:
@@ -392,12 +394,12 @@ def _serve(every: list[Work], seed: int, asked: Iterable[str], answer: Callable[
 
 
 def _once(made: Program) -> Program:
-    """The plain implementation and the truth are the same for every backend."""
+    """Cache the plain implementation and the truth, which are the same for every backend."""
     return Program(made.ours, made.arrays, made.parts, functools.cache(made.plain), functools.cache(made.truth))
 
 
 def _plain(x: Any) -> Any:
-    """As JSON: a float that is none in JSON as a word."""
+    """Return x as JSON: a float that JSON lacks becomes a word."""
     if isinstance(x, float):
         return x if np.isfinite(x) else str(x)
     if isinstance(x, dict):

@@ -1,4 +1,4 @@
-"""What the rows of `on_device` say: a report of them, and the entries that withdraw what was wrong from dispatch."""
+"""Rows of `on_device`: a report of them, and the entries that withdraw wrong kernels from dispatch."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from typing import Any
 FAULTS = ("WRONG", "UNWRITTEN", "NOT THE SAME TWICE")
 KINDS = ("ok", *FAULTS, "crashed", "not supported", "no time")
 FAMILY = "NVIDIA H"
-"""Whose devices run the same kernels."""
+"""Beginning of the device kinds that run the same kernels."""
 
 
 def name_of(row: Mapping[str, Any]) -> str:
-    """What a row is called."""
+    """Return a row's name."""
     return f"{row['op']} {row['feature']} {row['dtype']} {row['part']} {row['backend']}"
 
 
 def counted(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How many of each kind there are, of those that there are."""
+    """Return the number of rows of each kind that occurs."""
     return dict(collections.Counter(kind_of(row) for row in rows))
 
 
 def not_reached(rows: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> str:
-    """How many rows there was no time for, in words; "" where none."""
+    """Return how many rows there was no time for, in words; "" if none."""
     reached = sum(kind_of(row) != "no time" for row in rows)
     every = run.get("rows", len(rows))
     return f"not reached: {every - reached} of {every} rows" if reached < every else ""
 
 
 def kind_of(row: Mapping[str, Any]) -> str:
-    """A verdict without its sentence."""
+    """Return a verdict without its explanation."""
     return str(row["verdict"]).partition(":")[0]
 
 
 def report(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table of all that is not ok, and counts."""
+    """Return a table of all that is not ok, and counts."""
     lines = ["", "not ok:"]
     for row in rows:
         if kind_of(row) not in ("ok", "not supported", "no time"):
@@ -75,10 +75,10 @@ def _numbers(row: Mapping[str, Any]) -> str:
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What a run was, and its rows; a last line that is cut, as where it was killed, is left out, which is said.
+    """Return a run's description and its rows; print that an incomplete last line (of a killed run) is left out.
 
     Raises:
-      ValueError: it is no file of a run, in a sentence.
+      ValueError: it is not a file of a run.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -86,24 +86,24 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         raise ValueError(f"{path} cannot be read: {e.strerror or e}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path} is no file that --out wrote: it is no text") from None
-    lines, found = text.splitlines(), []
+    lines, values = text.splitlines(), []
     for i, line in enumerate(lines, 1):
         try:
-            found.append(json.loads(line))
+            values.append(json.loads(line))
         except json.JSONDecodeError:
             if i < len(lines) or i == 1 or text.endswith("\n"):
                 raise ValueError(f"{path} is no file that --out wrote: line {i} is no JSON") from None
             print(f"the last line of {path} is cut, as where a run was killed, and is left out")
-    run = found[0].get("run") if found and isinstance(found[0], dict) else None
+    run = values[0].get("run") if values and isinstance(values[0], dict) else None
     if not isinstance(run, dict) or not {"device", "interpreted", "commit", "jax", "date"} <= set(run):
-        why = "its first line does not say what was run" if found else "it is empty"
+        why = "its first line does not say what was run" if values else "it is empty"
         raise ValueError(f"{path} is no file that --out wrote: {why}")
-    return run, [row for row in found[1:] if isinstance(row, dict) and "verdict" in row]
+    return run, [row for row in values[1:] if isinstance(row, dict) and "verdict" in row]
 
 
 def withdraw(path: Path, crashed: bool) -> int:
-    """Writes entries of `withdrawn.json` from a run's rows, and says which."""
-    from pallas_kernels import withdrawn  # which starts no backend
+    """Write entries of `withdrawn.json` from a run's rows, and print them."""
+    from pallas_kernels import withdrawn  # does not start a backend
 
     try:
         run, rows = read(path)
@@ -111,10 +111,10 @@ def withdraw(path: Path, crashed: bool) -> int:
         print(f"on_device: {e}", file=sys.stderr)
         return 2
     if run["interpreted"]:
-        print("on_device: an interpreted run says nothing of a device; nothing is withdrawn", file=sys.stderr)
+        print("on_device: an interpreted run does not test a device; nothing is withdrawn", file=sys.stderr)
         return 2
-    wanted = (*FAULTS, *(("crashed",) if crashed else ()))
-    bad = [row for row in rows if kind_of(row) in wanted]
+    kinds = (*FAULTS, *(("crashed",) if crashed else ()))
+    bad = [row for row in rows if kind_of(row) in kinds]
     made = withdrawals([row for row in bad if row["backend"] != "xla" and row["op"] != "control"], run)
     fresh = withdrawn.write(made)
     for entry in fresh:
@@ -123,25 +123,25 @@ def withdraw(path: Path, crashed: bool) -> int:
         print(f"entries are for '{FAMILY}', every H100 and H200, and were found on an {run['device']}")
     xla = sorted({row["op"] for row in bad if row["backend"] == "xla"})
     if xla:
-        print(f"xla is what ops fall back to and cannot be withdrawn; mend it in {', '.join(xla)}")
+        print(f"xla is the last choice of every op and cannot be withdrawn; fix it in {', '.join(xla)}")
     left = sum(kind_of(row) == "crashed" for row in rows)
     if left and not crashed:
         print(f"rows that crashed, and are left alone: {left}; --crashed withdraws them too")
     if unknown := not_reached(rows, run):
         print(f"{unknown}; nothing is known of them")
-    there = len(made) - len(fresh)
+    existing = len(made) - len(fresh)
     print(f"rows that were not right: {len(bad)}; entries written to {withdrawn.FILE}: {len(fresh)}", end="")
-    print(f", and there already: {there}" if there else "")
+    print(f", and there already: {existing}" if existing else "")
     return 0
 
 
 def withdrawals(rows: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Entries that cover all these rows: a kernel's op, direction and dtype, on all devices of a family.
+    """Return entries that cover all these rows: a kernel's op, direction and dtype, on all devices of a family.
 
-    As broad as that, since a kernel that was wrong in one shape is not known to be right in another.
+    They are this broad because a kernel that was wrong in one shape may be wrong in another.
     """
     kind = run["device"]
-    found = {k: run[k] for k in ("commit", "jax", "date")}
+    values = {k: run[k] for k in ("commit", "jax", "date")}
     by_entry: dict[str, tuple[dict[str, Any], list[Mapping[str, Any]]]] = {}
     for row in rows:
         op, case = _withdrawn_case(row)
@@ -150,20 +150,20 @@ def withdrawals(rows: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> li
         by_entry.setdefault(json.dumps(entry), (entry, []))[1].append(row)
     return [
         entry
-        | {"why": f"{name_of(same[0])}: {same[0]['verdict']}{_numbers(same[0])}, {len(same)} such", "found": found}
+        | {"why": f"{name_of(same[0])}: {same[0]['verdict']}{_numbers(same[0])}, {len(same)} such", "found": values}
         for entry, same in by_entry.values()
     ]
 
 
 def _withdrawn_case(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """What dispatch calls the op that has a row's kernel, and what of its static case the row is an example of."""
+    """Return the op's name in dispatch, and the part of the static case that a row is an example of."""
     op, part, dtype = row["op"], row["part"], row["dtype"]
     if op == "blockwise":
         return op, {"rule.name": part.partition(":")[0], "param_dtype": dtype}
     if op == "flash_attention":
         return op, {"direction": "forward" if part in ("out", "lse") else "backward", "dtype": dtype}
-    if op == "linear_cross_entropy":  # the kernel is the forward pass, and its log-sum-exp makes the gradient
+    if op == "linear_cross_entropy":  # the kernel is the forward pass, and the gradient uses its log-sum-exp
         return op, {"direction": "forward", "dtype": dtype}
-    if part == "backward" and op != "logsumexp":  # whose gradient is made of what its kernel gave
+    if part == "backward" and op != "logsumexp":  # whose gradient uses the kernel's result
         op = f"{op}_backward"
     return op, {"dtype": dtype}

@@ -1,4 +1,4 @@
-"""Work that goes wrong in a way of its own each, to see that `device_check` and `on_device` find it.
+"""Programs that fail, each in its own way, to test that `device_check` and `on_device` detect it.
 
 Each is a compiled program whose numbers come from a function on the host.
 """
@@ -20,7 +20,7 @@ SHAPE = (8, 32)
 
 
 def poison() -> float:
-    """Stands for what fills free memory: `half_written` leaves that in its results from now on."""
+    """Stand in for filling free memory: from now on `half_written` has NaN in its results."""
     global _garbage
     _garbage = np.float32(np.nan)
     return 1.0
@@ -59,11 +59,11 @@ def refused(x: np.ndarray) -> np.ndarray:
 
 
 def program(f: Callable[[np.ndarray], np.ndarray], seed: int | None) -> Program:
-    """Of normal numbers to their doubles."""
+    """Return a program that doubles normal numbers."""
     x = np.random.default_rng(seed).normal(size=SHAPE).astype(np.float32)
     x[0, 0] = 3.0
 
-    def ours(how: str) -> Callable[..., Any]:
+    def ours(implementation: str) -> Callable[..., Any]:
         if f is refused:
             return f
         call = lambda x: np.asarray(f(np.asarray(x)), np.float32)  # noqa: E731
@@ -77,5 +77,5 @@ def work(f: Callable[[np.ndarray], np.ndarray]) -> Work:
 
 
 def works(platform: str) -> list[Work]:
-    """For a process that is told to run these."""
+    """Return the work of a process that runs this module."""
     return [work(f) for f in (wrong, right)]

@@ -1,20 +1,21 @@
-"""The parity table on the real device: compiled kernels, fresh data, reruns, and outputs that start as NaN.
+"""The parity table on the real device: compiled kernels, new data, reruns, and outputs that start as NaN.
 
-    python -m tests.pallas_kernels.on_device --out correctness.jsonl              # on the device there is
+    python -m tests.pallas_kernels.on_device --out correctness.jsonl              # on this machine's device
     python -m tests.pallas_kernels.on_device --out again.jsonl --seed 7 --op softmax
-    python -m tests.pallas_kernels.on_device --withdraw correctness.jsonl         # takes what was wrong from dispatch
-    python -m tests.pallas_kernels.on_device --out x.jsonl --interpret mosaic_gpu --op decode_attention   # on a CPU
+    python -m tests.pallas_kernels.on_device --withdraw correctness.jsonl         # withdraw what was wrong from
+    dispatch python -m tests.pallas_kernels.on_device --out x.jsonl --interpret mosaic_gpu --op decode_attention   # on
+    a CPU
 
-Every case of the table and, on an accelerator, cases at the sizes of the benchmarks, on the kernels of the device and
-on "xla". A row says "ok", "WRONG" (the table's rule, or a piece of the result is far off), "NOT THE SAME TWICE" (reruns
-of one compiled program differ), "UNWRITTEN" (after free memory was filled with 0xFF bytes the result is another),
+Runs every case of the table and, on an accelerator, cases at the sizes of the benchmarks, on the device's kernels and
+on "xla". A row's verdict is "ok", "WRONG" (the table's rule, or a piece of the result is far off), "NOT THE SAME TWICE"
+(reruns of one compiled program differ), "UNWRITTEN" (the result differs after free memory was filled with 0xFF bytes),
 "not supported: ...", "crashed: ..." or "no time". The gradient of attention by q may differ between runs on Hopper
-unless it is deterministic, and so may cuDNN's gradients; `spread` then says by how much.
+unless it is deterministic, and so may cuDNN's gradients; `spread` is then the size of the difference.
 
-The work is done by processes of their own (`device_check.py`). One that crashes or hangs loses the case it was in, and
-another goes on with the rest. Rows are written as they come. The exit status is 1 when a row is none of "ok", "not
-supported" and "no time", or none is "ok"; 3 when nothing is wrong and some had "no time"; 2 for a mistake of the
-user's; 130 when it was interrupted (143 by SIGTERM), and what was under way then is no row. This process starts no JAX.
+Separate processes do the work (`device_check.py`). One that crashes or hangs loses the case that it was running, and
+another continues with the rest. Rows are written as they come. The exit status is 1 when a row is none of "ok", "not
+supported" and "no time", or none is "ok"; 3 when nothing is wrong and some had "no time"; 2 for a user's mistake; 130
+when it was interrupted (143 by SIGTERM), where unfinished cases leave no row. This process does not start JAX.
 """
 
 from __future__ import annotations
@@ -47,18 +48,18 @@ START = 180.0
 """Seconds that a process may take to import JAX and find its device."""
 LARGE_PROCESSES = 2
 MEMORY = {"small": 0.25, "large": 0.6}
-"""Of an accelerator, shared by the processes for either size; the rest is for what lies outside their pools."""
+"""Share of an accelerator's memory for the processes of either size; the rest is for allocations outside pools."""
 INTERPRETED = ("mosaic_gpu", "mosaic_tpu", "xla")
-"""What --interpret takes: the table's backends, whose module starts JAX."""
+"""Choices of --interpret: the table's backends. (Importing the table's module would start JAX.)"""
 NOT_REACHED = 3
-"""The exit status when nothing is wrong as far as time went."""
+"""The exit status when nothing is wrong but time ran out."""
 
 
 # one process -------------------------------------------------------------------------------------------------------
 
 
 class Ended(Exception):
-    """A process is gone, or was ended here because it did not answer (`hung`)."""
+    """A process has ended, or was killed because it did not answer (`hung`)."""
 
     def __init__(self, why: str, hung: bool = False):
         super().__init__(why)
@@ -66,10 +67,10 @@ class Ended(Exception):
 
 
 class Interrupted(BaseException):
-    """A signal (`number`) asked for the end; what had come by then is said in a sentence."""
+    """A signal (`number`) ended the run; the message tells what was written by then."""
 
-    def __init__(self, number: int, said: str = "before the first row"):
-        super().__init__(said)
+    def __init__(self, number: int, message: str = "before the first row"):
+        super().__init__(message)
         self.number = number
 
 
@@ -78,15 +79,15 @@ STARTING = re.compile(
     r"^RuntimeError: Unable to load .*\n?",
     re.MULTILINE,
 )
-"""What JAX prints on starting where a library of CUDA is missing, which ends nothing."""
+"""What JAX prints at its start where a CUDA library is missing; JAX continues."""
 
 
 class Process:
-    """A process that is told lines of JSON and answers with such lines.
+    """A process that receives lines of JSON and answers with lines of JSON.
 
     Args:
       command: what to run; "--answers FD" is added.
-      environment: its own.
+      environment: its environment variables.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]):
@@ -106,16 +107,16 @@ class Process:
         os.close(writer)
 
     def tell(self, what: Any) -> None:
-        """Raises `Ended` when nobody listens."""
+        """Send a line; raise `Ended` when the process has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(what).encode() + b"\n")
             self._process.stdin.flush()
         except OSError:
-            raise Ended(self._how_it_ended()) from None
+            raise Ended(self._reason_of_end()) from None
 
     def answer(self, seconds: float) -> Any:
-        """The next line; raises `Ended` when there is none any more, or none in time."""
+        """Return the next line; raise `Ended` when the process has ended, or does not answer in time."""
         until = time.monotonic() + seconds
         with selectors.DefaultSelector() as ready:
             ready.register(self._reader, selectors.EVENT_READ)
@@ -126,31 +127,31 @@ class Process:
                     raise Ended(f"hung: no answer in {seconds:.0f} s", hung=True)
                 got = os.read(self._reader, 1 << 16)
                 if not got:
-                    raise Ended(self._how_it_ended())
+                    raise Ended(self._reason_of_end())
                 self._rest += got
         line, _, self._rest = self._rest.partition(b"\n")
         return json.loads(line)
 
     def kill(self) -> None:
-        """Ends it and all that it started."""
+        """Kill it and all processes that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(30)
 
-    def _how_it_ended(self) -> str:
+    def _reason_of_end(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         code = self._process.poll()
         self.kill()
-        how = "the process does not answer" if code is None else f"the process ended with status {code}"
+        reason = "the process does not answer" if code is None else f"the process ended with status {code}"
         if code is not None and code < 0:
-            how = f"the process died of {signal.Signals(-code).name}"
-        said = STARTING.sub("", self.said() + "\n").strip().splitlines()
-        return f"{how}: {said[-1].strip()[:300]}" if said else how
+            reason = f"the process died of {signal.Signals(-code).name}"
+        lines = STARTING.sub("", self.output() + "\n").strip().splitlines()
+        return f"{reason}: {lines[-1].strip()[:300]}" if lines else reason
 
-    def said(self) -> str:
-        """The end of what it printed, without empty lines."""
+    def output(self) -> str:
+        """Return the end of its output, without empty lines."""
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 8192))
         text = self._log.read().decode(errors="replace")
         return "\n".join(line for line in text.splitlines() if line.strip())
@@ -161,13 +162,13 @@ class Process:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A piece of work on some backends, one after the other in one process, which makes its truth once.
+    """Work on some backends, one after the other in one process, which computes the truth only once.
 
     Args:
-      index: of the work, as the process knows it.
+      index: index of the work in the process.
       names: "op", "feature", "dtype" and "large".
-      parts: what its rows show.
-      backends: in this order.
+      parts: the parts of its rows.
+      backends: in the order to run.
     """
 
     index: int
@@ -176,20 +177,20 @@ class Task:
     backends: tuple[str, ...]
 
     def rows(self, backend: str, verdict: str) -> list[dict[str, Any]]:
-        """Its rows where there are no results."""
+        """Return its rows where there are no results."""
         return [{**self.names, "part": part, "backend": backend, "verdict": verdict} for part in self.parts]
 
 
-class Lane:
-    """A thread that has one process at a time do tasks from a queue until it is empty.
+class Worker:
+    """A thread that runs tasks from a queue until it is empty, in one process at a time.
 
     Args:
-      tasks: the queue, which several lanes may share.
-      start: makes a process.
-      record: takes the rows of a task.
+      tasks: the queue, which several threads may share.
+      start: starts a process.
+      record: receives the rows of a task.
       limit: seconds for one task on one backend.
-      deadline: on the monotonic clock, when all has to end.
-      process: one that has started already.
+      deadline: time on the monotonic clock when everything has to end.
+      process: a process that has started already.
     """
 
     def __init__(
@@ -204,13 +205,13 @@ class Lane:
         self._tasks, self._start, self._record = tasks, start, record
         self._limit, self._deadline = limit, deadline
         self._process = process
-        self._failures = 0  # starts in a row that came to nothing
+        self._failures = 0  # successive failed starts
         self._stopped = False
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def stop(self) -> None:
-        """Ends its process, and no other is started."""
+        """Kill its process and start no other."""
         self._stopped = True
         if self._process is not None:
             self._process.kill()
@@ -236,7 +237,7 @@ class Lane:
             answer = self._process.answer(min(self._limit, self._left()))
         except Ended as e:
             self._process = None
-            ended = self._stopped or (e.hung and self._left() <= 0)  # from here, and for no fault of the task
+            ended = self._stopped or (e.hung and self._left() <= 0)  # killed here, through no fault of the task
             return task.rows(backend, "no time" if ended else f"crashed: {e}")
         if answer["last"]:
             self._process.kill()
@@ -248,7 +249,7 @@ class Lane:
 
 
 class Journal:
-    """Rows in the order they come, each on disk at once, those that are not ok in sight; none after it is closed."""
+    """Writes rows to disk as they come, prints those that are not ok, and ignores rows after it is closed."""
 
     def __init__(self, path: Path, run: Mapping[str, Any]):
         self.rows: list[dict[str, Any]] = []
@@ -258,6 +259,7 @@ class Journal:
         self._line({"run": dict(run)})
 
     def record(self, rows: list[dict[str, Any]]) -> None:
+        """Write rows."""
         with self._lock:
             for row in () if self._file.closed else rows:
                 self.rows.append(row)
@@ -266,6 +268,7 @@ class Journal:
                     print(name_of(row), row["verdict"], flush=True)
 
     def close(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary and close the file."""
         with self._lock:
             self._line({"summary": dict(summary)})
             self._file.close()
@@ -276,31 +279,31 @@ class Journal:
 
 
 def interleaved(tasks: Sequence[Task]) -> queue.SimpleQueue[Task]:
-    """A queue in which ops take turns, so that when time runs out each has been looked at."""
+    """Return a queue in which ops take turns, so that each has been checked in part when time runs out."""
     by_op: dict[str, list[Task]] = {}
     for task in tasks:
         by_op.setdefault(task.names["op"], []).append(task)
-    found: queue.SimpleQueue[Task] = queue.SimpleQueue()
+    waiting: queue.SimpleQueue[Task] = queue.SimpleQueue()
     for turn in itertools.zip_longest(*by_op.values()):
         for task in turn:
             if task is not None:
-                found.put(task)
-    return found
+                waiting.put(task)
+    return waiting
 
 
 @contextlib.contextmanager
-def running(lanes: list[Lane]) -> Iterator[None]:
-    """None of them outlives this, however it is left."""
+def running(workers: list[Worker]) -> Iterator[None]:
+    """Stop all workers at the end of the context."""
     try:
         yield
     finally:
-        for lane in lanes:
-            lane.stop()
+        for worker in workers:
+            worker.stop()
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGINT and SIGTERM raise `Interrupted` in here, the first of them; processes have sessions of their own."""
+    """Let the first SIGINT or SIGTERM raise `Interrupted` within the context; processes have their own sessions."""
 
     def stop(number: int, frame: Any) -> None:
         for each in before:
@@ -317,7 +320,7 @@ def interruptible() -> Iterator[None]:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Runs all that is asked for; returns the exit status."""
+    """Run all requested cases and return the exit status."""
     deadline = time.monotonic() + (args.seconds or float("inf"))
     seed = args.seed if args.seed is not None else time.time_ns() % 2**31
     command = [sys.executable, "-m", f"{__package__}.device_check", "--seed", str(seed), "--works", args.works]
@@ -326,14 +329,14 @@ def check(args: argparse.Namespace) -> int:
     try:
         facts = first.answer(min(START, deadline - time.monotonic()))
     except Ended as e:
-        print(f"on_device: {e}\n{first.said()}", file=sys.stderr)
+        print(f"on_device: {e}\n{first.output()}", file=sys.stderr)
         first.kill()
         return 2
     except Interrupted:
         first.kill()
         raise
     if gone := facts["platform"] != "cpu":
-        first.kill()  # its memory is for those that work
+        first.kill()  # its memory is for the processes that work
     backends = (args.interpret,) if args.interpret else tuple(facts["backends"])
     tasks = [
         Task(
@@ -362,23 +365,23 @@ def check(args: argparse.Namespace) -> int:
     print(
         f"{run['device']}, jax {run['jax']}, {len(tasks)} programs on {', '.join(backends)}, --seed {seed}", flush=True
     )
-    start, lanes, left = time.monotonic(), [], []
-    with running(lanes):
+    start, workers, left = time.monotonic(), [], []
+    with running(workers):
         try:
             for mine, processes, memory in groups:
                 waiting = interleaved(mine)
                 left.append(waiting)
                 make = lambda memory=memory: Process(command, environment(memory))  # noqa: E731
                 for _ in range(processes):
-                    ready = None if gone or lanes else first
-                    lanes.append(Lane(waiting, make, journal.record, args.limit, deadline, ready))
-            for lane in lanes:
-                while lane.thread.is_alive():
-                    lane.thread.join(1)
-        except Interrupted as e:  # before lanes end: what that kills is no row's fault
+                    ready = None if gone or workers else first
+                    workers.append(Worker(waiting, make, journal.record, args.limit, deadline, ready))
+            for worker in workers:
+                while worker.thread.is_alive():
+                    worker.thread.join(1)
+        except Interrupted as e:  # before workers stop: rows that this kills have not crashed
             journal.close(counted(journal.rows) | {"interrupted": True})
             raise Interrupted(e.number, f"with {len(journal.rows)} of {run['rows']} rows in {args.out}") from None
-    for waiting in left:  # every lane gave up
+    for waiting in left:  # tasks left where every worker gave up
         with contextlib.suppress(queue.Empty):
             while True:
                 task = waiting.get_nowait()
@@ -396,16 +399,16 @@ def check(args: argparse.Namespace) -> int:
 
 
 def serving(op: str, parts: Sequence[str], backends: Sequence[str]) -> tuple[str, ...]:
-    """Those of the backends that may have the op: cuDNN has attention alone, and shows no log-sum-exp."""
+    """Return the backends that may have the op: cuDNN has only attention, and returns no log-sum-exp."""
     served = op == "flash_attention" and "lse" not in parts
     return tuple(backend for backend in backends if served or backend != "cudnn")
 
 
 def _groups(tasks: list[Task], platform: str, jobs: int) -> list[tuple[list[Task], int, float | None]]:
-    """Tasks, how many processes share them, and the share of an accelerator's memory that each of these takes."""
+    """Return tasks, the number of processes that share them, and each process' share of an accelerator's memory."""
     if platform == "cpu":
         return [(tasks, jobs, None)]
-    if platform == "tpu":  # which belongs to one process
+    if platform == "tpu":  # only one process can use it
         return [(tasks, 1, None)]
     groups = []
     for name, processes in (("small", jobs), ("large", LARGE_PROCESSES)):
@@ -417,33 +420,33 @@ def _groups(tasks: list[Task], platform: str, jobs: int) -> list[tuple[list[Task
 
 
 def environment(memory: float | None) -> dict[str, str]:
-    """Of a process that takes a share of an accelerator's memory beforehand, or none."""
-    found = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_PYTHON_CLIENT_", "XLA_CLIENT_"))}
-    found["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), found.get("PYTHONPATH"))))
-    found.setdefault("OPENBLAS_NUM_THREADS", "1")  # several processes' threads get in each other's way
-    found.setdefault("CUDA_VISIBLE_DEVICES", "0")  # a kernel takes one device, and refuses where there are several
-    # A GPU's products of float32 would have 10 bits, and those that XLA makes sums of all 24: no rule fits both.
-    found.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
-    found["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false" if memory is None else "true"
+    """Return the environment of a process that reserves a share of an accelerator's memory, or none."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_PYTHON_CLIENT_", "XLA_CLIENT_"))}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
+    environment.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads of several processes compete
+    environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # a kernel runs on one device and refuses several
+    # On a GPU, float32 matrix products would have 10 bits, and those that XLA turns into sums 24: no rule fits both.
+    environment.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false" if memory is None else "true"
     if memory is not None:
-        found["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{memory:.4f}"
-    return found
+        environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{memory:.4f}"
+    return environment
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--out", type=Path, metavar="FILE.jsonl", help="check, and write rows there")
+    what.add_argument("--out", type=Path, metavar="FILE.jsonl", help="check, and write rows to this file")
     what.add_argument("--withdraw", type=Path, metavar="FILE.jsonl", help="withdraw what is wrong in a run's rows")
     parser.add_argument("--crashed", action="store_true", help="with --withdraw: also what crashed")
-    parser.add_argument("--seed", type=int, help="of all data (default: from the clock)")
-    parser.add_argument("--op", help="this op alone")
+    parser.add_argument("--seed", type=int, help="seed of all data (default: from the clock)")
+    parser.add_argument("--op", help="check only this op")
     parser.add_argument("--jobs", type=int, help="processes (default: half the cores, 8 at most); on a GPU 2 more")
-    parser.add_argument("--seconds", type=float, help="end after so long; what is left has had no time")
+    parser.add_argument("--seconds", type=float, help="end after this time; the remaining rows have 'no time'")
     parser.add_argument(
         "--limit", type=float, default=120.0, metavar="SECONDS_PER_PART",
-        help="for one program on one backend (default %(default)s); then its process is ended",
+        help="for one program on one backend (default %(default)s); then its process is killed",
     )  # fmt: skip
     parser.add_argument("--interpret", metavar="BACKEND", help="on a CPU, run this backend's kernels interpreted")
     parser.add_argument("--works", default=f"{__package__}.device_check", help=argparse.SUPPRESS)
@@ -451,7 +454,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.jobs is not None and args.jobs < 1:
         parser.error(f"--jobs {args.jobs}: must be at least 1")
     if args.out is not None and args.out.exists():
-        parser.error(f"--out {args.out}: is there already, with the rows of another run; name a new file")
+        parser.error(f"--out {args.out}: the file exists, with the rows of another run; name a new file")
     if args.withdraw:
         return withdraw(args.withdraw, args.crashed)
     if args.interpret is not None and args.interpret not in INTERPRETED:

@@ -1,15 +1,15 @@
-"""The parity table: every op, backend, feature and dtype, its error beside that of a plain implementation.
+"""The parity table: every op, backend, feature and dtype, with its error and that of a plain implementation.
 
     python -m tests.pallas_kernels.parity            # writes pallas_kernels/PARITY.md (jax 0.11 or newer)
     python -m tests.pallas_kernels.parity --op softmax   # measures these rows and keeps the others
 
-Errors are against float64, as the deviation's norm over the value's. There is no tolerance chosen by hand: ours
-may be twice the error of a plain jax.numpy implementation in the same dtype, or, where that one happens to be more
-exact, one unit in the last place of the output, two of float32: that is what an accelerator's own exp2 is off by
+Errors are against float64: the norm of the deviation over the norm of the value. No tolerance is chosen by hand: our
+error may be twice that of a plain jax.numpy implementation in the same dtype, or, where that one happens to be more
+exact, one unit in the last place of the output; two for float32, which is the error of an accelerator's own exp2
 (2**-22, PTX ISA, ex2.approx).
 
-Attention 256 wide is compared in 16 bits only: of tiles as large as a kernel's a CPU sums 256 float32 products with
-twice the error that it has on the small matrices of the plain implementation, which says nothing of the kernel.
+Attention 256 wide is compared in 16 bits only: in tiles as large as a kernel's, a CPU sums 256 float32 products with
+twice the error that it has in the small matrices of the plain implementation, which does not depend on the kernel.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ from pallas_kernels.softmax import log_softmax, logsumexp, softmax
 TABLE = Path(dispatch.__file__).parent / "PARITY.md"
 BACKENDS = ("xla", "mosaic_tpu", "mosaic_gpu")
 THREADS = 8
-"""Devices to simulate: the CPU client has as many threads, or one a core. Each warp group of an interpreted GPU kernel
-takes one of them and waits for the others; with too few they wait for ever."""
+"""Devices to simulate: the CPU client has this many threads, or one per core. Each warpgroup of an interpreted GPU
+kernel takes one of them and waits for the others; with too few they deadlock.
+"""
 HEAD = ("op", "feature", "dtype", "direction", "backend", "error", "plain error", "verdict")
 
 
@@ -54,10 +55,13 @@ class Case:
     """One line of the table on every backend.
 
     Args:
-      op, feature, dtype, direction: what it is called.
-      ours: implementation -> what to compare.
+      op: part of its name, like the next three.
+      feature: the feature that it tests.
+      dtype: the arrays' dtype.
+      direction: "forward", "backward" or the result's name.
+      ours: implementation -> the value to compare.
       plain: the same in plain jax.numpy, in the same dtype.
-      truth: float64.
+      truth: the same in float64.
     """
 
     op: str
@@ -75,14 +79,14 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What one run shows, on random arrays.
+    """One run, on random arrays, and the values of its lines.
 
     Args:
       ours: implementation -> a function of `arrays`, to be jitted.
-      arrays: what it is given.
-      parts: what it returns -> the value of each line, in the order of `Work.parts`.
-      plain: the parts of the same in plain jax.numpy, in the same dtype.
-      truth: the parts in float64 (NumPy), or, of what is too large for that, float32 on the device.
+      arrays: its arguments.
+      parts: its result -> the value of each line, in the order of `Work.parts`.
+      plain: the same parts in plain jax.numpy, in the same dtype.
+      truth: the same parts in float64 (NumPy), or, where they are too large for that, in float32 on the device.
     """
 
     ours: Callable[[str], Callable[..., Any]]
@@ -94,13 +98,15 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Lines of the table that one run shows.
+    """Lines of the table that one run measures.
 
     Args:
-      op, feature, dtype: what they are called.
+      op: part of their name.
+      feature: the feature that they test.
+      dtype: the arrays' dtype.
       parts: each line's direction.
       make: a seed -> the program; `None` is the table's own data.
-      large: fills an accelerator's memory and time, and has its truth on the device; no line of the table.
+      large: fills an accelerator's memory and time, and has its truth on the device; not in the table.
     """
 
     op: str
@@ -116,13 +122,13 @@ class Work:
 
 
 def draws(stream: int, seed: int | None) -> Any:
-    """What makes a `numpy.random.Generator` of a stream: the table's own (as 0 is), or another for every seed."""
+    """Return the seed of a `numpy.random.Generator` for a stream: the table's own, or another for every seed."""
     return stream if seed is None else [stream, seed]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A line of the table. Without an error, `verdict` is the sentence of the refusal."""
+    """A line of the table. Without an error, `verdict` is the reason why it is not supported."""
 
     case: Case
     backend: str
@@ -138,7 +144,7 @@ class Row:
 
 
 def measure(case: Case, backend: str) -> Row:
-    """Runs a case on a backend: compiled for "xla", else in the interpreter with race detection."""
+    """Run a case on a backend: compiled for "xla", else in the interpreter with race detection."""
     truth = case.truth()
     error = functools.partial(error_of, truth=truth)
     try:
@@ -154,13 +160,13 @@ def measure(case: Case, backend: str) -> Row:
 
 
 def cases() -> Iterator[Case]:
-    """Every line, in the order of the table."""
+    """Yield every line, in the order of the table."""
     for work in works():
         yield from lines(work)
 
 
 def works() -> Iterator[Work]:
-    """What is run for them; nothing is drawn before its `make` is called."""
+    """Yield the work for them; no data is drawn before `make` is called."""
     yield from _softmax_works()
     yield from _blockwise_works()
     yield from _attention_works()
@@ -169,20 +175,20 @@ def works() -> Iterator[Work]:
 
 
 def lines(work: Work) -> Iterator[Case]:
-    """The lines that a piece of work shows; it is run once for all of them."""
+    """Yield the lines of a piece of work, which runs only once."""
     program = functools.cache(lambda: work.make(None))
 
     @functools.cache
-    def ours(how: str) -> tuple[Any, ...]:
+    def ours(implementation: str) -> tuple[Any, ...]:
         made = program()
-        return made.parts(jax.jit(made.ours(how))(*made.arrays))
+        return made.parts(jax.jit(made.ours(implementation))(*made.arrays))
 
     plain = functools.cache(lambda: program().plain())
     truth = functools.cache(lambda: program().truth())
     for i, part in enumerate(work.parts):
         yield Case(
             work.op, work.feature, work.dtype, part,
-            lambda how, i=i: ours(how)[i], lambda i=i: plain()[i], lambda i=i: truth()[i],
+            lambda implementation, i=i: ours(implementation)[i], lambda i=i: plain()[i], lambda i=i: truth()[i],
         )  # fmt: skip
 
 
@@ -207,7 +213,7 @@ def _softmax_works() -> Iterator[Work]:
             for dtype in ("float32", "bfloat16", "float16"):
                 for direction in ("forward", "backward"):
                     if feature == "masked" and direction == "backward" and name == "log_softmax":
-                        continue  # -inf at a masked place: what a plain one differentiates there is NaN
+                        continue  # -inf at a masked place: the plain implementation's gradient is NaN there
                     make = functools.partial(_softmax_program, name, feature, dtype, direction)
                     yield Work(name, feature, dtype, (direction,), make)
 
@@ -222,18 +228,18 @@ def _softmax_program(name: str, feature: str, dtype: str, direction: str, seed: 
             return f
         return lambda x: jax.vjp(f, x)[1](g.astype(jax.eval_shape(f, x).dtype))[0]
 
-    shown = lambda y: (_finite(y) if direction == "forward" else y,)  # noqa: E731
+    finite_part = lambda y: (_finite(y) if direction == "forward" else y,)  # noqa: E731
     return Program(
-        lambda how: run(functools.partial(ours, implementation=how)),
+        lambda implementation: run(functools.partial(ours, implementation=implementation)),
         (x,),
-        shown,
-        lambda: shown(jax.jit(run(plain))(x)),
+        finite_part,
+        lambda: finite_part(jax.jit(run(plain))(x)),
         lambda: (_truth(name, direction, x, g, mask),),
     )
 
 
 def _finite(y: Any) -> Any:
-    """A masked place of a log-softmax is -inf in both; zero, so that errors can be taken."""
+    """Replace -inf, which a log-softmax has at masked places, by 0, so that errors can be computed."""
     y = np.asarray(y)
     return np.where(np.isneginf(y.astype(np.float64)), 0, y).astype(y.dtype)
 
@@ -275,7 +281,7 @@ def _blockwise_works() -> Iterator[Work]:
         for feature in _FEATURES:
             for dtype in ("float32", "bfloat16"):
                 if feature != "matrix" and (rule.name != "adamw" or dtype != "float32"):
-                    continue  # the shapes once, the rules once
+                    continue  # each shape once and each rule once
                 states = (f"state {i}" for i in range(len(rule.states)))
                 parts = tuple(f"{rule.name}: {what}" for what in ("parameter", *states))
                 yield Work(
@@ -288,12 +294,14 @@ def _blockwise_works() -> Iterator[Work]:
 
 
 def update_program(rule: Rule, shape: Any, tile: Any, dtype: str, seed: int | None) -> Program:
-    """One step of a rule; the parts are the parameter and each state, dequantised."""
+    """Return one step of a rule; its parts are the parameter and each state, dequantised."""
     p, g, states = _inputs(rule, shape, tile, dtype, seed)
     every = range(-1, len(rule.states))
-    parts = lambda found: tuple(_part(found, i) for i in every)  # noqa: E731
+    parts = lambda outputs: tuple(_part(outputs, i) for i in every)  # noqa: E731
     return Program(
-        lambda how: lambda p, g, s: update_blockwise(rule, _scalars(rule), p, g, s, implementation=how),
+        lambda implementation: (
+            lambda p, g, s: update_blockwise(rule, _scalars(rule), p, g, s, implementation=implementation)
+        ),
         (p, g, states),
         parts,
         lambda: parts(jax.jit(functools.partial(_plain_update, rule))(p, g, states)),
@@ -306,16 +314,16 @@ def _inputs(rule: Rule, shape: Any, tile: Any, dtype: str, seed: int | None) -> 
     draw = lambda scale: jnp.asarray(random.normal(size=shape) * scale, jnp.float32)  # noqa: E731
     p, g = draw(1.0).astype(dtype), draw(0.1).astype(dtype)
     states = (draw(0.1) if signed else jnp.square(draw(0.1)) for signed in rule.states)
-    kept = zip(states, rule.states, strict=True)
-    return p, g, tuple(quantize_blockwise(s, tile=tile, signed=signed) for s, signed in kept)
+    signed_states = zip(states, rule.states, strict=True)
+    return p, g, tuple(quantize_blockwise(s, tile=tile, signed=signed) for s, signed in signed_states)
 
 
 def _scalars(rule: Rule) -> dict[str, float]:
     return {name: _SCALARS[name] for name in rule.scalars}
 
 
-def _part(found: Any, i: int) -> Any:
-    return found[0] if i < 0 else dequantize_blockwise(found[1][i])
+def _part(outputs: Any, i: int) -> Any:
+    return outputs[0] if i < 0 else dequantize_blockwise(outputs[1][i])
 
 
 def _plain_update(rule: Rule, p: Any, g: Any, states: Any) -> Any:
@@ -346,16 +354,16 @@ _ATTENTION: tuple[dict[str, Any], ...] = (
     {"D": (192, 128), "causal": True, "S≠T": True},
     {"D": 256, "segments": True, "odd": True, "S≠T": True},
 )
-"""Of the full grid's features (`flash_attention/grid.py`): each once at least, and all kinds of widths."""
+"""Cases of the full grid (`flash_attention/grid.py`): each feature at least once, and all kinds of widths."""
 
 
 def _attention_works() -> Iterator[Work]:
-    from tests.pallas_kernels.flash_attention import grid  # which asks this file to measure
+    from tests.pallas_kernels.flash_attention import grid  # late, since it imports this module
 
     for chosen in _ATTENTION:
         for dtype in ("float32", "bfloat16", "float16"):
             if dtype == "float32" and chosen["D"] == 256:
-                continue  # see above
+                continue  # see the module docstring
             work = grid.work_of(dict.fromkeys(grid.FEATURES, False) | chosen | {"dtype": dtype})
             yield dataclasses.replace(work, feature=work.feature.partition(" ")[2])
 
@@ -380,12 +388,12 @@ def _loss_works() -> Iterator[Work]:
 def _loss_program(feature: str, dtype: str, seed: int | None) -> Program:
     from tests.pallas_kernels.cut_cross_entropy.cases import truth
 
-    given = _LOSSES[feature]
-    (x, w, targets), d = _loss_inputs(dtype, given.get("w_layout", "ve"), seed)
-    ours = functools.partial(loss_and_gradients, targets, d, given)
+    options = _LOSSES[feature]
+    (x, w, targets), d = _loss_inputs(dtype, options.get("w_layout", "ve"), seed)
+    ours = functools.partial(loss_and_gradients, targets, d, options)
 
     def right() -> tuple[Any, ...]:
-        loss, _, dx, dw, _ = truth((x, w, targets), given, d, np.zeros_like(d))
+        loss, _, dx, dw, _ = truth((x, w, targets), options, d, np.zeros_like(d))
         return loss, dx, dw
 
     return Program(ours, (x, w), tuple, lambda: tuple(jax.jit(ours(None))(x, w)), right)
@@ -399,14 +407,14 @@ def _loss_inputs(dtype: str, w_layout: str, seed: int | None) -> tuple[tuple[Any
     return (x, w if w_layout == "ve" else w.T, targets), d
 
 
-def loss_and_gradients(targets: Any, d: Any, options: dict[str, Any], how: str | None) -> Callable[..., Any]:
-    """Of x and w. With no implementation, what anybody writes: the loss of materialised logits."""
+def loss_and_gradients(targets: Any, d: Any, options: dict[str, Any], implementation: str | None) -> Callable[..., Any]:
+    """Return loss and gradients by x and w; with `None` as the implementation, of materialised logits."""
     from tests.pallas_kernels.cut_cross_entropy import cases
 
     def f(x: Any, w: Any) -> Any:
-        if how is None:
+        if implementation is None:
             return cases.plain(x, w, 1.0, targets=targets, options=options)[0]
-        return linear_cross_entropy(x, w, targets, **options, implementation=how)
+        return linear_cross_entropy(x, w, targets, **options, implementation=implementation)
 
     return lambda x, w: (f(x, w), *jax.vjp(f, x, w)[1](d))
 
@@ -433,9 +441,9 @@ def _decode_program(feature: str, dtype: str, seed: int | None) -> Program:
 
     case = {"dtype": dtype, "widths": (64, 64), "heads": (4, 2), "queries": 1, **_CACHES[feature]}
     arrays, options = cases.make(case, draws(0, seed), pages=True)
-    finite = lambda found: tuple(map(_finite, found))  # noqa: E731
+    finite = lambda outputs: tuple(map(_finite, outputs))  # noqa: E731
     return Program(
-        lambda how: lambda a: decode_attention(*a, **options, implementation=how),
+        lambda implementation: lambda a: decode_attention(*a, **options, implementation=implementation),
         (arrays,),
         finite,
         lambda: finite(jax.jit(lambda a: cases.plain(a, options))(arrays)),
@@ -447,7 +455,7 @@ def _decode_program(feature: str, dtype: str, seed: int | None) -> Program:
 
 
 def committed() -> dict[tuple[str, ...], tuple[str, ...]]:
-    """The committed table: what a row is called -> its cells."""
+    """Return the committed table: a row's name -> its cells."""
     lines = (line.strip("| ").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| "))
     _, _, *rows = (tuple(cell.strip() for cell in line) for line in lines)
     return {cells[:5]: cells for cells in rows}
@@ -462,15 +470,15 @@ def main() -> int:
     jax.config.update("jax_num_cpu_devices", THREADS)
     if args.op and f"jax {jax.__version__}:" not in TABLE.read_text():
         sys.exit(f"the table is not of jax {jax.__version__}, so none of its rows can stay; leave --op out")
-    kept = committed() if args.op else {}
+    measured = committed() if args.op else {}
     rows: list[tuple[str, ...]] = []
     for case in cases():
         for backend in BACKENDS:
             name = (case.op, case.feature, case.dtype, case.direction, backend)
-            if case.op == args.op or name not in kept:
-                kept[name] = measure(case, backend).cells
-                print(" ".join(kept[name]), flush=True)
-            rows.append(kept[name])
+            if case.op == args.op or name not in measured:
+                measured[name] = measure(case, backend).cells
+                print(" ".join(measured[name]), flush=True)
+            rows.append(measured[name])
     width = [max(len(r[i]) for r in [HEAD, *rows]) for i in range(7)]
     line = lambda cells: "| " + " | ".join(c.ljust(w) for c, w in zip(cells, [*width, 0], strict=True)) + " |"  # noqa: E731
     text = (__doc__ or "").split("\n\n", 2)[2]

@@ -1,8 +1,8 @@
 """Work at the sizes of `experiments/benchmarks`, for a device that can hold it; the rule is the parity table's.
 
-Truth is plain jax.numpy on the device, in float32 products of the highest precision on inputs cast up (in float64 for
-float32 inputs, whose plain implementation it would otherwise be), a group of heads, a row or some tokens at a time, so
-that nothing of S x T or N x V is held for more than those.
+The truth is plain jax.numpy on the device, with float32 matrix products of the highest precision on upcast inputs (in
+float64 for float32 inputs, where it would otherwise be the plain implementation). It runs on a group of heads, a row or
+some tokens at a time, so that arrays of S x T or N x V exist only for those.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.pallas_kernels.parity import Program, Work, loss_and_gradients, updat
 
 
 def works(small: bool = False) -> Iterator[Work]:
-    """All of them; `small` has the same features at sizes for a CPU."""
+    """Yield all work; `small` has the same features at sizes for a CPU."""
     yield from _attention(small)
     yield from _softmax(small)
     yield from _blockwise(small)
@@ -41,7 +41,7 @@ def _key(seed: int | None) -> jax.Array:
 
 
 def _true(f: Callable[..., Any], dtype: str, *arrays: jax.Array) -> Any:
-    """A plain function of arrays cast up, its products as exact as can be."""
+    """Call a plain function of upcast arrays, with matrix products as exact as possible."""
     with jax.enable_x64(dtype == "float32"), jax.default_matmul_precision("highest"):
         wide = jnp.float64 if dtype == "float32" else jnp.float32
         return jax.jit(f)(*(x.astype(wide) for x in arrays))
@@ -50,10 +50,10 @@ def _true(f: Callable[..., Any], dtype: str, *arrays: jax.Array) -> Any:
 # attention ---------------------------------------------------------------------------------------------------------
 
 DOCUMENTS = (0.31, 0.02, 0.17, 0.05, 0.09, 0.22, 0.01, 0.13)
-"""Lengths of a packed row's documents, as shares of it; those of the benchmark."""
+"""Lengths of a packed row's documents, as shares of the row, as in the benchmark."""
 
 ALONE = tuple(part for part in grid.PARTS if part != "lse")
-"""What a call shows that wants no log-sum-exp."""
+"""Parts of a call without a log-sum-exp."""
 
 _CAUSAL: dict[str, Any] = {"causal": True}
 _ATTENTION: tuple[tuple[str, str, tuple[int, int, int, int], Any, dict[str, Any]], ...] = (
@@ -94,7 +94,7 @@ def _attention(small: bool) -> Iterator[Work]:
             options = options | ({"window": options["window"] // 32} if "window" in options else {})
         for deterministic in (False, True):
             if deterministic and (d != dv or d > 128 or dtype == "float32"):
-                continue  # the default is it
+                continue  # the default is deterministic
             feature = f"{name} D={grid.width_of({'D': width})} {b}x{s}x{h}" + (f" on {kv}" if kv != h else "")
             make = functools.partial(_attention_program, dtype, (b, s, h, kv), (d, dv), options, deterministic)
             feature += " deterministic" if deterministic else ""
@@ -123,15 +123,15 @@ def _attention_program(
     keys = jax.random.split(_key(seed), len(sizes))
     q, k, v, dout, dlse = (jax.random.normal(key, size, jnp.float32) for key, size in zip(keys, sizes, strict=True))
     arrays = (*(x.astype(dtype) for x in (q, k, v, dout)), dlse if lse else jnp.zeros_like(dlse))
-    given = {n: x for n, x in options.items() if n != "packed"}
+    kwargs = {n: x for n, x in options.items() if n != "packed"}
     ids = None
     if options.get("packed"):
         ends = np.round(np.cumsum(DOCUMENTS) * s).astype(int)
         ids = np.tile(np.searchsorted(ends, np.arange(s), side="right").astype(np.int32), (b, 1))
 
-    def ours(how: str) -> Any:
-        op = functools.partial(flash_attention, **given, segment_ids=ids, return_lse=lse, deterministic=deterministic)
-        return functools.partial(grid.both if lse else _alone, functools.partial(op, implementation=how))
+    def ours(implementation: str) -> Any:
+        op = functools.partial(flash_attention, **kwargs, segment_ids=ids, return_lse=lse, deterministic=deterministic)
+        return functools.partial(grid.both if lse else _alone, functools.partial(op, implementation=implementation))
 
     def plain(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         out, its_lse, *grads = _plain_attention(options, ids, *arrays)
@@ -141,19 +141,19 @@ def _attention_program(
 
 
 def _alone(op: Any, q: Any, k: Any, v: Any, dout: Any, _: Any) -> tuple[Any, ...]:
-    """Output and the gradients of q, k and v."""
+    """Return the output and the gradients of q, k and v."""
     out, pull = jax.vjp(op, q, k, v)
     return out, *pull(dout)
 
 
 def _plain_attention(options: dict[str, Any], ids: np.ndarray | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """What `cases.plain` and its gradients are, one key head of one example after another."""
+    """Return `cases.plain` and its gradients, one key head of one example at a time."""
     (b, s, *_), kv = arrays[0].shape, arrays[1].shape[2]
     i, j = jnp.arange(s, dtype=jnp.int32)[:, None], jnp.arange(s, dtype=jnp.int32)
     documents = jnp.zeros((b, s), jnp.int32) if ids is None else jnp.asarray(ids)
 
-    def one(given: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-        at, *mine = given
+    def one(xs: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+        at, *mine = xs
         seen = documents[at][:, None] == documents[at]
         if options.get("causal"):
             seen &= i >= j
@@ -163,7 +163,7 @@ def _plain_attention(options: dict[str, Any], ids: np.ndarray | None, *arrays: j
             attention_cases.plain, bias=None, seen=seen[None], options={"softcap": options.get("softcap")}
         )
         *mine, dlse = (x[None] for x in mine)
-        return grid.both(op, *mine, dlse.astype(jnp.float32))  # what that function's log-sum-exp always is
+        return grid.both(op, *mine, dlse.astype(jnp.float32))  # the function's log-sum-exp is float32
 
     def heads(x: jax.Array) -> jax.Array:  # (B, S, K * n, ...) -> (B * K, S, n, ...)
         split = x.reshape(b, s, kv, x.shape[2] // kv, *x.shape[3:])
@@ -192,7 +192,7 @@ def _softmax(small: bool) -> Iterator[Work]:
         for columns in (32768, 131072, 1024, 1048576) if name == "softmax" else (131072,):
             for dtype in ("bfloat16", "float32"):
                 rows = elements // columns
-                for direction in ("forward", "backward"):  # apart: a kernel may have one and not the other
+                for direction in ("forward", "backward"):  # separately: a kernel may have only one of them
                     make = functools.partial(_softmax_program, name, (rows, columns), dtype, direction)
                     yield Work(name, f"{rows}x{columns}", dtype, (direction,), make, large=True)
 
@@ -211,7 +211,7 @@ def _softmax_program(name: str, shape: tuple[int, int], dtype: str, direction: s
 
     plain = functools.partial(run, theirs)
     return Program(
-        lambda how: functools.partial(run, functools.partial(ours, implementation=how)),
+        lambda implementation: functools.partial(run, functools.partial(ours, implementation=implementation)),
         (x, g),
         lambda y: (y,),
         lambda: (jax.jit(plain)(x, g),),
@@ -269,12 +269,12 @@ def _loss_program(dtype: str, sizes: tuple[int, int, int], options: dict[str, An
 def _plain_loss(
     targets: jax.Array, d: jax.Array, options: dict[str, Any], dtype: str, x: jax.Array, w: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """What `cases.plain` and its gradients are, some tokens after others; the sum of dw is not rounded in between."""
+    """Return `cases.plain` and its gradients, some tokens at a time; the sum of dw is not rounded in between."""
     (n, e), v = x.shape, w.shape[0]
     some = math.gcd(n, max(1, _LOGITS // v))
 
-    def step(dw: jax.Array, given: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        x, targets, d = given
+    def step(dw: jax.Array, xs: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        x, targets, d = xs
         loss = lambda x, w: loss_cases.plain(x, w, 1.0, targets=targets, options=options)[0]  # noqa: E731
         y, pull = jax.vjp(loss, x, w)
         dx, more = pull(d.astype(y.dtype))
@@ -317,15 +317,15 @@ def _decode_program(t: int, page: int | None, ragged: bool, options: dict[str, A
     if page == t:
         tables = np.arange(b, dtype=np.int32)[:, None]
 
-    def ours(how: str) -> Any:
-        given = {"lengths": lengths, "tables": None if page == t else tables, "implementation": how}
-        return functools.partial(decode_attention, **options, **given)
+    def ours(implementation: str) -> Any:
+        kwargs = {"lengths": lengths, "tables": None if page == t else tables, "implementation": implementation}
+        return functools.partial(decode_attention, **options, **kwargs)
 
     def plain(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-        """What `cases.plain` is, one row after another."""
+        """Return `cases.plain`, one row at a time."""
 
-        def one(given: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            q, table, last = given
+        def one(xs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            q, table, last = xs
             row = {"tables": table[None], "positions": last[None, None]}
             return tuple(x[0] for x in decode_cases.plain((q[None], k, v), options | row))
 

@@ -27,17 +27,17 @@ def _double(block):
 
 
 def test_products_that_triton_would_have_to_try_are_compiled_by_cublas_and_that_is_said(caplog):
-    asked = []
+    option_sets = []
 
     class Lowered:
         def compile(self, compiler_options):
-            asked.append(compiler_options)
+            option_sets.append(compiler_options)
             if compiler_options.get("xla_gpu_enable_triton_gemm", True):
                 raise jax.errors.JaxRuntimeError("INTERNAL: No supported config found for HLO: %gemm_fusion_dot.42")
             return "program"
 
     assert aot.compile_lowered(Lowered(), [types.SimpleNamespace(platform="gpu")]) == "program"
-    assert len(asked) == 2 and asked[1]["xla_gpu_autotune_level"] == 0
+    assert len(option_sets) == 2 and option_sets[1]["xla_gpu_autotune_level"] == 0
     assert "this program's products use cuBLAS" in caplog.text
 
 
@@ -81,7 +81,7 @@ def test_the_gate_reads_what_ptxas_says_and_refuses_too_much_shared_memory():
 
 
 @pytest.mark.parametrize(
-    "change, says",
+    "change, message",
     [
         (dict(spill_bytes=16), "16 bytes of registers spilled"),
         (dict(wgmma_serialised=True), "serialised"),
@@ -89,17 +89,17 @@ def test_the_gate_reads_what_ptxas_says_and_refuses_too_much_shared_memory():
         (dict(), None),
     ],
 )
-def test_a_report_names_its_problem(change, says):
+def test_a_report_names_its_problem(change, message):
     fine = dict(name="k", registers=128, spill_bytes=0, wgmma_serialised=False, shared_memory=1024, instructions=10)
-    assert Report(**fine | change).problem == says or (says and says in Report(**fine | change).problem)
+    assert Report(**fine | change).problem == message or (message and message in Report(**fine | change).problem)
 
 
 @pytest.mark.parametrize(
-    "topology, says",
+    "topology, message",
     [("v9:2x2", "no hardware 'v9:2x2'"), ("h300", "no hardware 'h300'"), ("", "no hardware ''")],
 )
-def test_unknown_hardware_is_named_with_what_there_is(topology, says):
-    with pytest.raises(KernelError, match=f"{says}; name one of v4, v5e.*h200"):
+def test_unknown_hardware_is_named_with_what_there_is(topology, message):
+    with pytest.raises(KernelError, match=f"{message}; name one of v4, v5e.*h200"):
         aot.devices_of(topology)
 
 
@@ -119,18 +119,18 @@ def test_the_gates_command_names_an_unknown_op(capsys):
     with pytest.raises(SystemExit):
         gate.main(["sofmax"])
     assert (
-        "'sofmax' has no kernels; these ops do: blockwise, cut_cross_entropy, decode_attention, flash_attention, softmax"
-        in capsys.readouterr().err
+        "'sofmax' has no kernels; these ops do: "
+        "blockwise, cut_cross_entropy, decode_attention, flash_attention, softmax" in capsys.readouterr().err
     )
 
 
 @TPU
 @pytest.mark.parametrize("op", ["blockwise", "softmax"])
 def test_the_tuner_finds_a_tile_that_compiles_for_every_key(op):
-    said = []
-    found = trials.tune(op, "v5e", limit=1, say=said.append)
-    assert [f["key"] for f in found] == list(trials.tuning(op).keys("tpu")), said
-    assert {(f["device"], f["from"]) for f in found} == {("TPU v5 lite", "compiled")}
+    lines = []
+    entries = trials.tune(op, "v5e", limit=1, say=lines.append)
+    assert [f["key"] for f in entries] == list(trials.tuning(op).keys("tpu")), lines
+    assert {(f["device"], f["from"]) for f in entries} == {("TPU v5 lite", "compiled")}
 
 
 def test_a_tile_on_trial_is_what_is_looked_up():

@@ -134,13 +134,13 @@ def test_several_devices_without_a_mesh_might_hold_pieces(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "kind, says", [("NVIDIA A100-SXM4-80GB", "written for Hopper"), ("", "no device is known"), ("NVIDIA H200", "")]
+    "kind, message", [("NVIDIA A100-SXM4-80GB", "written for Hopper"), ("", "no device is known"), ("NVIDIA H200", "")]
 )
-def test_hopper_kernels_are_for_hopper(kind, says):
+def test_hopper_kernels_are_for_hopper(kind, message):
     why = dispatch.hopper(Target(kind, "cuda"))
     if dispatch.JAX_VERSION < (0, 11) and "A100" not in kind:  # where no version of JAX would help
-        says = "need jax 0.11"
-    assert says in (why or "") and bool(why) == bool(says)
+        message = "need jax 0.11"
+    assert message in (why or "") and bool(why) == bool(message)
 
 
 def test_too_few_threads_to_interpret_a_gpu_kernel_with_is_said(monkeypatch):
@@ -160,8 +160,8 @@ def test_on_a_gpu_without_its_kernel_what_runs_is_said_once(caplog, monkeypatch)
         platform = "cpu" if kind == "cpu" else "cuda"
         monkeypatch.setattr(dispatch, "device", functools.partial(Target, kind, platform))
         jax.eval_shape(lambda x: dispatch.dispatch("toy", ways, (x,), {}), jnp.ones(4))
-    said = [r.getMessage() for r in caplog.records]
-    assert said == ["toy on NVIDIA A100-SXM4-80GB: xla; not mosaic_gpu: it is written for Hopper"]
+    lines = [r.getMessage() for r in caplog.records]
+    assert lines == ["toy on NVIDIA A100-SXM4-80GB: xla; not mosaic_gpu: it is written for Hopper"]
 
 
 def test_on_an_amd_gpu_what_runs_is_said_once(caplog):

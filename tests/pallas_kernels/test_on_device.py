@@ -15,7 +15,7 @@ import pytest
 from pallas_kernels import dispatch, withdrawn
 from tests.pallas_kernels import device_check, device_rows, misbehaving, on_device, parity
 from tests.pallas_kernels.misbehaving import half_written, one_row_wrong, program, raises, refused, right, unlike, wrong
-from tests.pallas_kernels.on_device import Lane, Process, Task
+from tests.pallas_kernels.on_device import Process, Task, Worker
 
 RUN = {"device": "cpu", "interpreted": False, "commit": "0123456789ab", "jax": "0.11.2", "date": "2026-11-30"}
 
@@ -92,30 +92,30 @@ for line in sys.stdin:
     if what == 3:
         sys.exit(0)
 """
-"""What a process of `device_check` is to the others, without JAX: 1 dies, 2 hangs, after 3 it is unfit, 99 kills it."""
+"""A stand-in for `device_check` without JAX: task 1 dies, 2 hangs, 3 is the process' last, 99 kills it."""
 
 
-def _lane(count, *, limit=0.5, deadline=30.0, code=STUB):
-    """Verdicts of so many tasks."""
+def _verdicts(count, *, limit=0.5, deadline=30.0, code=STUB):
+    """Return the verdicts of `count` tasks."""
     tasks, rows = queue.SimpleQueue(), []
     for i in range(count):
         tasks.put(Task(i, {"op": "toy", "feature": str(i), "dtype": "float32", "large": False}, ("y",), ("xla",)))
     start = lambda: Process([sys.executable, "-S", "-c", code], os.environ)  # noqa: E731
-    lane = Lane(tasks, start, rows.extend, limit, time.monotonic() + deadline)
-    lane.thread.join(30)
-    assert not lane.thread.is_alive()
+    worker = Worker(tasks, start, rows.extend, limit, time.monotonic() + deadline)
+    worker.thread.join(30)
+    assert not worker.thread.is_alive()
     return [row["verdict"] for row in rows]
 
 
 def test_a_process_that_dies_or_hangs_loses_the_case_it_was_in():
-    first, dies, hangs, *others = _lane(6)
+    first, dies, hangs, *others = _verdicts(6)
     assert (first, *others) == ("ok",) * 4
     assert dies == "crashed: the process died of SIGABRT: Check failed: something"
     assert hangs.startswith("crashed: hung: no answer in")
 
 
 def test_what_is_left_at_the_deadline_had_no_time():
-    assert _lane(4, limit=60, deadline=1.0)[2:] == ["no time", "no time"]
+    assert _verdicts(4, limit=60, deadline=1.0)[2:] == ["no time", "no time"]
 
 
 NOISE = """ERROR:2026-11-22:jax._src.xla_bridge:487: Jax plugin configuration error: Exception when calling it
@@ -139,22 +139,22 @@ def test_the_reason_of_a_death_is_not_what_jax_says_on_starting(before, after, w
         process.answer(30)
 
 
-def test_what_is_under_way_when_lanes_are_stopped_had_no_time():
+def test_what_is_under_way_when_workers_are_stopped_had_no_time():
     tasks, rows = queue.SimpleQueue(), []
     tasks.put(Task(2, {"op": "toy", "feature": "2", "dtype": "float32", "large": False}, ("y",), ("xla",)))
     process = Process([sys.executable, "-S", "-c", STUB], os.environ)
     process.answer(30)
-    lane = Lane(tasks, lambda: process, rows.extend, 60, time.monotonic() + 60, process)
+    worker = Worker(tasks, lambda: process, rows.extend, 60, time.monotonic() + 60, process)
     while not tasks.empty():
         time.sleep(0.01)
     time.sleep(0.1)
-    lane.stop()
-    lane.thread.join(30)
+    worker.stop()
+    worker.thread.join(30)
     assert [row["verdict"] for row in rows] == ["no time"]
 
 
 def test_a_lane_whose_processes_do_not_start_gives_up():
-    assert _lane(9, code="raise SystemExit('no device')") == [
+    assert _verdicts(9, code="raise SystemExit('no device')") == [
         "crashed: the process ended with status 1: no device"
     ] * 3  # fmt: skip
 
@@ -260,17 +260,17 @@ def test_withdrawing_says_what_it_wrote_and_leaves_the_rest(table, tmp_path, cap
     (entry,) = withdrawn.entries()
     assert entry["device"] == "NVIDIA H" and entry["case"] == {"direction": "backward", "dtype": "bfloat16"}
     assert entry["why"] == "flash_attention causal bfloat16 dq mosaic_gpu: WRONG, 2 such"
-    said = capsys.readouterr().out
-    assert said.endswith(f"rows that were not right: 3; entries written to {table}: 1\n")
-    assert "cannot be withdrawn" in said and "left alone: 1; --crashed" in said
-    assert "every H100 and H200" in said and "an NVIDIA H100 80GB HBM3" in said
+    output = capsys.readouterr().out
+    assert output.endswith(f"rows that were not right: 3; entries written to {table}: 1\n")
+    assert "cannot be withdrawn" in output and "left alone: 1; --crashed" in output
+    assert "every H100 and H200" in output and "an NVIDIA H100 80GB HBM3" in output
     on_device.main(["--withdraw", str(out), "--crashed"])
     assert capsys.readouterr().out.endswith("1, and there already: 1\n")
     assert [e["case"]["direction"] for e in withdrawn.entries()] == ["backward", "forward"]
 
 
 @pytest.mark.parametrize(
-    "content, says",
+    "content, message",
     [
         (None, "cannot be read: No such file"),
         ("", "it is empty"),
@@ -279,13 +279,13 @@ def test_withdrawing_says_what_it_wrote_and_leaves_the_rest(table, tmp_path, cap
         (f'{json.dumps({"run": RUN})}\n{{"op"\n{{}}\n', "line 2 is no JSON"),
     ],
 )
-def test_withdrawing_refuses_what_is_no_file_of_a_run(content, says, table, tmp_path, capsys):
+def test_withdrawing_refuses_what_is_no_file_of_a_run(content, message, table, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     if content is not None:
         out.write_text(content)
     assert on_device.main(["--withdraw", str(out)]) == 2
-    found = capsys.readouterr()
-    assert not found.out and says in found.err and found.err.count("\n") == 1
+    output = capsys.readouterr()
+    assert not output.out and message in output.err and output.err.count("\n") == 1
     assert on_device.main(["--withdraw", str(tmp_path)]) == 2 and "Is a directory" in capsys.readouterr().err
 
 
@@ -293,5 +293,5 @@ def test_a_last_line_that_is_cut_is_left_out(table, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     out.write_text("\n".join(map(json.dumps, [{"run": RUN | {"rows": 9}}, _row("WRONG"), _row("WRONG", "dk")]))[:-9])
     assert on_device.main(["--withdraw", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert "is cut" in said and "not reached: 8 of 9 rows" in said and "not right: 1; entries" in said
+    output = capsys.readouterr().out
+    assert "is cut" in output and "not reached: 8 of 9 rows" in output and "not right: 1; entries" in output

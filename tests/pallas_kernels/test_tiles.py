@@ -17,8 +17,8 @@ def table(tmp_path, monkeypatch):
     entry = lambda device, columns, rows: {  # noqa: E731
         "device": device, "key": {"dtype": "bfloat16", "columns": columns}, "tile": {"rows": rows}, "from": "compiled"
     }  # fmt: skip
-    found = [entry("NVIDIA H200", 1024, 1), entry("NVIDIA H200", 65536, 2), entry("TPU v5 lite", 1024, 3)]
-    (tmp_path / "toy" / "tiles.json").write_text(json.dumps(found))
+    table = [entry("NVIDIA H200", 1024, 1), entry("NVIDIA H200", 65536, 2), entry("TPU v5 lite", 1024, 3)]
+    (tmp_path / "toy" / "tiles.json").write_text(json.dumps(table))
     tiles._read.cache_clear()
     yield tmp_path / "toy" / "tiles.json"
     tiles._read.cache_clear()

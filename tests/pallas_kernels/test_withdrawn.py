@@ -45,10 +45,10 @@ def one_entry(tmp_path, monkeypatch):
 
 def _chosen(case, kind="NVIDIA H200", op="toy", named=None):
     """What is chosen for a device that need not be here, and why not another."""
-    with dispatch.on_device(kind), dispatch.choosing() as found:
+    with dispatch.on_device(kind), dispatch.choosing() as choices:
         x = jax.ShapeDtypeStruct((4,), jnp.float32)
         jax.eval_shape(lambda x: dispatch.dispatch(op, WAYS, (x,), case, named), x)
-    (choice,) = found.values()
+    (choice,) = choices.values()
     return choice
 
 
@@ -105,15 +105,15 @@ def test_what_everything_falls_back_to_cannot_be_withdrawn():
 
 
 @pytest.mark.parametrize(
-    "case, says",
+    "case, message",
     [
         ({"directoin": "backward"}, "cases of toy have no 'directoin'.*did you mean 'direction'"),
         ({"settings.exact": True}, "_Settings has no 'exact'"),
     ],
 )
-def test_an_entry_that_could_never_match_is_an_error(case, says):
+def test_an_entry_that_could_never_match_is_an_error(case, message):
     withdrawn.FILE.write_text(json.dumps([ENTRY | {"case": case}]))
-    with pytest.raises(KernelError, match=says):
+    with pytest.raises(KernelError, match=message):
         _chosen(CASE)
 
 

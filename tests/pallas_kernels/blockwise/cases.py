@@ -12,13 +12,13 @@ SCALARS = dict(lr=1e-2, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, momentum=0.
 
 
 def scalars_of(rule, t=3):
-    """The numbers a rule takes at step t."""
+    """Return a rule's scalars at step t."""
     numbers = SCALARS | {"fix1": 1 - SCALARS["b1"] ** t, "fix2": 1 - SCALARS["b2"] ** t}
     return {name: numbers[name] for name in rule.scalars}
 
 
 def make(rule, shape, tile, dtype="float32", grad_dtype=None, *, format="dynamic", zero=False, seed=0):
-    """(param, grad, states): magnitudes of four decades within a block."""
+    """Return (param, grad, states), with magnitudes of four decades within a block."""
     random = np.random.default_rng(seed)
     p = jnp.asarray(random.normal(size=shape), dtype)
     g = jnp.asarray(random.normal(size=shape) * 1e-2, grad_dtype or dtype)
@@ -31,5 +31,5 @@ def make(rule, shape, tile, dtype="float32", grad_dtype=None, *, format="dynamic
 
 
 def step(rule, p, g, states, **options):
-    """One jitted step."""
+    """Run one jitted step."""
     return jax.jit(lambda p, g, s: update_blockwise(rule, scalars_of(rule), p, g, s, **options))(p, g, states)

@@ -68,11 +68,11 @@ def test_the_nearest_value_is_chosen_on_both_sides_of_every_decision(code):
 @every_codec
 def test_a_positive_second_moment_never_becomes_zero(code):
     x = np.concatenate([[1.2e-38], 10.0 ** np.random.default_rng(3).uniform(-37, 0, 20_000), [1.0]]).astype(np.float32)
-    nearest, kept = (np.asarray(jax.jit(f)(x)) for f in (code.encode, code.encode_moment))
+    nearest, moments = (np.asarray(jax.jit(f)(x)) for f in (code.encode, code.encode_moment))
     if code.signed:
-        np.testing.assert_array_equal(code.order(kept), code.order(nearest))
+        np.testing.assert_array_equal(code.order(moments), code.order(nearest))
     else:
-        assert np.asarray(code.order(kept)).min() == 1
+        assert np.asarray(code.order(moments)).min() == 1
     zero = code.encode_moment(jnp.zeros(3))
     np.testing.assert_array_equal(code.decode(zero), 0)
 

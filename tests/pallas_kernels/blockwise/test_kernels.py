@@ -96,7 +96,7 @@ CASE |= dict(param_dtype="float32", grad_dtype="float32")
 
 
 @pytest.mark.parametrize(
-    "changed, says",
+    "changed, message",
     [
         (dict(), None),
         (dict(flat=256, tile=()), "the flat form has no kernel"),
@@ -108,11 +108,11 @@ CASE |= dict(param_dtype="float32", grad_dtype="float32")
     ],
 )
 @pytest.mark.parametrize("module, kind", [(tpu, "TPU v5 lite"), (gpu, "NVIDIA H200")], ids=["tpu", "gpu"])
-def test_what_a_kernel_cannot_do_it_says_in_a_sentence(module, kind, changed, says):
+def test_what_a_kernel_cannot_do_it_says_in_a_sentence(module, kind, changed, message):
     why = module.supported(Target(kind, "tpu" if module is tpu else "cuda"), **(CASE | changed))
     if module is gpu and JAX_VERSION < (0, 11):
-        says = "jax 0.11"
-    assert why is None if says is None else says in why and "\n" not in why
+        message = "jax 0.11"
+    assert why is None if message is None else message in why and "\n" not in why
 
 
 def test_a_tpu_kernel_refuses_a_block_that_does_not_fit_its_memory():

@@ -156,7 +156,7 @@ def test_rows_are_joined_only_where_a_tile_has_too_few_numbers(width):
 
 
 @pytest.mark.parametrize(
-    "wrong, says",
+    "wrong, message",
     [
         (lambda x: quantize_blockwise(x, tile=(3, 128)), r"tile \(3, 128\) does not divide x.*\(1, 128\) would"),
         (lambda x: quantize_blockwise(x, tile=(128,)), "does not divide x"),
@@ -171,7 +171,7 @@ def test_rows_are_joined_only_where_a_tile_has_too_few_numbers(width):
         (lambda x: tile_for((4, 4), ("embed",)), "name 1 dimensions"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_a_sentence(wrong, says):
-    with pytest.raises(KernelError, match=says) as caught:
+def test_what_does_not_fit_is_refused_in_a_sentence(wrong, message):
+    with pytest.raises(KernelError, match=message) as caught:
         wrong(_normal(4, 256))
     assert "\n" not in str(caught.value)

@@ -159,7 +159,7 @@ def test_rules_are_found_by_their_names():
 
 
 @pytest.mark.parametrize(
-    "change, says",
+    "change, message",
     [
         (dict(param=lambda p: p.astype(jnp.int32)), "a parameter is float32, bfloat16 or float16, not int32"),
         (dict(grad=lambda g: g.astype(jnp.int32)), "a gradient is a float, not int32; cast it to float32"),
@@ -194,11 +194,11 @@ def test_rules_are_found_by_their_names():
     ],
     ids=lambda v: v[:40] if isinstance(v, str) else "-".join(v),
 )
-def test_what_does_not_fit_is_refused_in_a_sentence(change, says):
+def test_what_does_not_fit_is_refused_in_a_sentence(change, message):
     p, g, states = make(ADAMW, (4, 256), (2, 128))
-    given = dict(scalars=scalars_of(ADAMW), param=p, grad=g, states=states)
+    arguments = dict(scalars=scalars_of(ADAMW), param=p, grad=g, states=states)
     for key, f in change.items():
-        given[key] = f(given[key]) if callable(f) else f
-    with pytest.raises(KernelError, match=says) as caught:
-        update_blockwise(ADAMW, **given)
+        arguments[key] = f(arguments[key]) if callable(f) else f
+    with pytest.raises(KernelError, match=message) as caught:
+        update_blockwise(ADAMW, **arguments)
     assert "\n" not in str(caught.value)

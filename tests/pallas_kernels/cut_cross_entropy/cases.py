@@ -26,7 +26,7 @@ WIDTH = 16
 
 
 def make(case: dict[str, Any], seed: int = 0) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:
-    """(x, w, targets) and the options of one case."""
+    """Return (x, w, targets) and the options of one case."""
     random = np.random.default_rng(seed)
     n, v = case["sizes"]
     dtype = jnp.dtype(case["dtype"])
@@ -48,7 +48,7 @@ def make(case: dict[str, Any], seed: int = 0) -> tuple[tuple[Any, Any, Any], dic
 
 
 def truth(arrays: tuple[Any, Any, Any], options: dict[str, Any], d: Any, dlse: Any) -> tuple[np.ndarray, ...]:
-    """Loss, log-sum-exp and the gradients of x, w and weights by hand, in float64.
+    """Return loss, log-sum-exp and the gradients of x, w and weights, by hand, in float64.
 
     Args:
       d, dlse: cotangents of the first two.
@@ -85,7 +85,7 @@ def truth(arrays: tuple[Any, Any, Any], options: dict[str, Any], d: Any, dlse: A
 
 
 def plain(x: Any, w: Any, weights: Any, *, targets: Any, options: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-    """The loss and the log-sum-exp of materialised logits, products in x's dtype."""
+    """Return loss and log-sum-exp of materialised logits, with products in x's dtype."""
     w = w.astype(x.dtype)
     logits = (x @ (w if w.shape[0] == x.shape[-1] else w.T)).astype(jnp.float32)
     if cap := options.get("softcap"):
@@ -99,12 +99,12 @@ def plain(x: Any, w: Any, weights: Any, *, targets: Any, options: dict[str, Any]
 
 
 def arrays_in(jaxpr: Any) -> list[Any]:
-    """The abstract value of every intermediate, those inside loops and calls too."""
-    found = []
+    """Return the abstract value of every intermediate, including those inside loops and calls."""
+    avals = []
     for eqn in jaxpr.eqns:
-        found += [v.aval for v in eqn.outvars]
+        avals += [v.aval for v in eqn.outvars]
         for part in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
             part = getattr(part, "jaxpr", part)
             if hasattr(part, "eqns"):
-                found += arrays_in(part)
-    return found
+                avals += arrays_in(part)
+    return avals

@@ -59,8 +59,8 @@ def truth(x, w, rows, logits):
     x, w, rows = np.asarray(x, np.float64), np.asarray(w.astype(x.dtype), np.float64), np.asarray(rows)
     y = x @ (w.T if logits.w_layout == "ve" else w)
     y = y if logits.softcap is None else logits.softcap * np.tanh(y / logits.softcap)
-    there = (rows >= 0) & (rows < y.shape[1])
-    hit = np.where(there, y[np.arange(len(y)), np.where(there, rows, 0)], 0)
+    inside = (rows >= 0) & (rows < y.shape[1])
+    hit = np.where(inside, y[np.arange(len(y)), np.where(inside, rows, 0)], 0)
     top = y.max(1)
     lse = top + np.log(np.exp(y - top[:, None]).sum(1))
     return lse, hit, y.sum(1) if logits.summed else None
@@ -69,7 +69,9 @@ def truth(x, w, rows, logits):
 def check(case, implementation, width):
     x, w, rows = arrays(*case["sizes"], width, case["dtype"], case.get("w_dtype"), case["w_layout"])
     logits = Logits(case["w_layout"], case["softcap"], case["summed"])
-    run = jax.jit(lambda x, w, rows, how: parts(x, w, rows, logits, how).merged(), static_argnums=3)
+    run = jax.jit(
+        lambda x, w, rows, implementation: parts(x, w, rows, logits, implementation).merged(), static_argnums=3
+    )
     with interpreted(races=True):
         got = run(x, w, rows, implementation)
     theirs, want = run(x, w, rows, "dense"), truth(x, w, rows, logits)
@@ -101,8 +103,8 @@ def test_its_loss_and_gradients_are_those_of_xla(implementation):
     options = {"softcap": 3.0, "z_loss": 0.1, "label_smoothing": 0.1, "ignore_index": 7, "return_lse": True}
     d = jnp.asarray(np.random.default_rng(1).normal(size=(2, 37)), jnp.float32)
 
-    def run(how):
-        f = lambda x, w: linear_cross_entropy(x, w, targets, **options, implementation=how)  # noqa: E731
+    def run(implementation):
+        f = lambda x, w: linear_cross_entropy(x, w, targets, **options, implementation=implementation)  # noqa: E731
         y, pull = jax.vjp(f, x, w)
         return *y, *pull(tuple(d))
 
@@ -203,5 +205,5 @@ def test_a_vocabulary_cut_by_a_layout_gets_the_kernel_on_every_device(slice_of, 
         )
     calls = kernels_in(lowered)
     assert len(calls) == 1 and ("mosaic_gpu" in calls[0]) == (implementation_there == "mosaic_gpu"), calls
-    found = {dict(c.case)["direction"]: (c.implementation, dict(c.case)["w"]) for c in chosen("linear_cross_entropy")}
-    assert found == {"forward": (implementation_there, (2048, 512)), "backward": ("xla", (2048, 512))}
+    ran = {dict(c.case)["direction"]: (c.implementation, dict(c.case)["w"]) for c in chosen("linear_cross_entropy")}
+    assert ran == {"forward": (implementation_there, (2048, 512)), "backward": ("xla", (2048, 512))}

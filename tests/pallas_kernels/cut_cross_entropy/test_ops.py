@@ -124,15 +124,15 @@ def test_no_tokens_are_no_losses():
 
 def test_pieces_of_the_vocabulary_merge_to_the_whole_gradients_too():
     x, w, targets = arrays()
-    how = Logits(softcap=3.0, summed=True)
+    logits = Logits(softcap=3.0, summed=True)
     slopes = Merged(*jnp.asarray(np.random.default_rng(1).normal(size=(3, N)), jnp.float32))
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def run(count, implementation, x, w, targets):
         pieces = [(piece, targets - i * (V // count)) for i, piece in enumerate(jnp.split(w, count))]
-        found = [parts(x, *piece, how, implementation) for piece in pieces]
-        merged = merge(jax.tree.map(lambda *a: jnp.stack(a), *found))
-        grads = [gradients(x, *piece, merged.lse, slopes, how, implementation) for piece in pieces]
+        pieces_parts = [parts(x, *piece, logits, implementation) for piece in pieces]
+        merged = merge(jax.tree.map(lambda *a: jnp.stack(a), *pieces_parts))
+        grads = [gradients(x, *piece, merged.lse, slopes, logits, implementation) for piece in pieces]
         return merged, sum(dx for dx, _ in grads), jnp.concatenate([dw for _, dw in grads])
 
     want = run(1, "dense", x, w, targets)
@@ -195,7 +195,7 @@ def test_it_goes_under_vmap_scan_remat_and_grad():
     xs, ts = x.reshape(4, -1, E), targets.reshape(4, -1)
 
     def scanned(xs):
-        body = jax.checkpoint(lambda total, given: (total + f(*given), None), prevent_cse=False)
+        body = jax.checkpoint(lambda total, xs: (total + f(*xs), None), prevent_cse=False)
         return jax.lax.scan(body, 0.0, (xs, ts))[0]
 
     for got in (jax.jit(jax.grad(scanned))(xs), jax.jit(jax.vmap(jax.grad(f)))(xs, ts)):
@@ -221,7 +221,7 @@ X, W, T = jnp.zeros((6, 4)), jnp.zeros((9, 4)), np.zeros(6, np.int32)
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "words"),
+    ("inputs", "options", "words"),
     [
         ((X.astype(jnp.int32), W, T), {}, ("x is int32", "x.astype")),
         ((X, W.astype(jnp.int8), T), {}, ("w is int8", "w.astype")),
@@ -247,9 +247,9 @@ X, W, T = jnp.zeros((6, 4)), jnp.zeros((9, 4)), np.zeros(6, np.int32)
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) and isinstance(x[0], str) else "",
 )
-def test_what_does_not_fit_is_refused_in_a_sentence(given, options, words):
+def test_what_does_not_fit_is_refused_in_a_sentence(inputs, options, words):
     with pytest.raises(KernelError) as caught:
-        linear_cross_entropy(*given, **options)
+        linear_cross_entropy(*inputs, **options)
     message = str(caught.value)
     assert "\n" not in message and all(w in message for w in words), message
 

@@ -23,7 +23,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(xla, "FILTER_TILE", (8, 8))
 
 
-def check(case, **given):
+def check(case, **kwargs):
     (x, w, targets), options = make(case)
     random = np.random.default_rng(9)
     d, dlse = (random.normal(size=targets.shape).astype(np.float32) for _ in range(2))
@@ -31,7 +31,7 @@ def check(case, **given):
 
     def ours(x, w, weights):
         layout = {"w_layout": case["w_layout"]}
-        return linear_cross_entropy(x, w, targets, return_lse=True, **options | {"weights": weights} | layout | given)
+        return linear_cross_entropy(x, w, targets, return_lse=True, **options | {"weights": weights} | layout | kwargs)
 
     def run(f, *arrays):
         y, pull = jax.vjp(f, *arrays)

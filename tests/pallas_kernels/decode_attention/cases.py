@@ -26,7 +26,7 @@ ROWS = 3
 
 
 def make(case: dict[str, Any], seed: int = 0, pages: bool = False) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:
-    """Arrays (q, k, v or None) and the options of a case; whatever no query sees is NaN, or whole `pages` alone."""
+    """Return arrays (q, k, v or None) and options; what no query sees is NaN, or with `pages` only whole pages."""
     random = np.random.default_rng(seed)
     (h, kv), (d, dv), (page, entries), n = case["heads"], case["widths"], case["pages"], case["queries"]
     stride, count = case.get("stride", 1), ROWS * entries + 2
@@ -57,7 +57,7 @@ def make(case: dict[str, Any], seed: int = 0, pages: bool = False) -> tuple[tupl
 
 
 def truth(arrays: tuple[Any, Any, Any], options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Output and log-sum-exp in float64."""
+    """Return output and log-sum-exp in float64."""
     wide = lambda x: np.asarray(x).astype(np.float64)  # noqa: E731
     q, k, dv = wide(arrays[0]), wide(arrays[1]), options.get("value_dim")
     v = k[..., :dv] if arrays[2] is None else wide(arrays[2])
@@ -85,7 +85,7 @@ def truth(arrays: tuple[Any, Any, Any], options: dict[str, Any]) -> tuple[np.nda
 
 
 def plain(arrays: tuple[Any, Any, Any], options: dict[str, Any]) -> tuple[Any, Any]:
-    """What anybody writes: every page gathered, scores in float32, weights rounded to the values' dtype."""
+    """Plain attention: all pages gathered, scores in float32, weights rounded to the values' dtype."""
     q, k, v = arrays
     (b, _, h, d), (_, page, kv, _) = q.shape, k.shape
     tables = jnp.maximum(options["tables"], 0)

@@ -49,7 +49,7 @@ SHAPES = {"q": (2, 1, 8, 128), "k": (64, 16, 2, 128), "v": (64, 16, 2, 128)}
 
 @interpreter
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (dict(dtype="float32"), "float32 is left to XLA"),
         (dict(q=(2, 1, 8, 72), k=(64, 16, 2, 72)), "multiples of 16 from 64 to 192"),
@@ -59,11 +59,11 @@ SHAPES = {"q": (2, 1, 8, 128), "k": (64, 16, 2, 128), "v": (64, 16, 2, 128)}
     ],
     ids=["float32", "width", "values", "queries", "page"],
 )
-def test_what_it_cannot_do_it_says(change, says):
+def test_what_it_cannot_do_it_says(change, message):
     shapes = SHAPES | {n: x for n, x in change.items() if n in SHAPES}
     q, k, v = (None if s is None else jnp.ones(s, change.get("dtype", "bfloat16")) for s in shapes.values())
     options = {"lengths": np.array([3, 5]), "tables": np.zeros((2, 32), int), "value_dim": 64 if v is None else None}
-    with interpreted(), pytest.raises(KernelError, match=says):
+    with interpreted(), pytest.raises(KernelError, match=message):
         decode_attention(q, k, v, **options, implementation="mosaic_gpu")
 
 

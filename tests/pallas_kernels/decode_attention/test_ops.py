@@ -19,9 +19,9 @@ from tests.pallas_kernels.flash_attention.cases import name_of, parameters
 finite = lambda lse: np.where(np.isneginf(lse), 0, lse)  # noqa: E731
 
 
-def check(arrays, options, **how):
+def check(arrays, options, **kwargs):
     """As exact as a plain implementation, and -inf where that is."""
-    run = jax.jit(lambda a, p, t: decode_attention(*a, **options | {"positions": p, "tables": t}, **how))
+    run = jax.jit(lambda a, p, t: decode_attention(*a, **options | {"positions": p, "tables": t}, **kwargs))
     got = run(arrays, options["positions"], options["tables"])
     want, simple = truth(arrays, options), jax.jit(lambda a: plain(a, options))(arrays)
     assert all(x.dtype == jnp.float32 for x in got)
@@ -41,7 +41,7 @@ def test_it_is_as_exact_as_plain_and_what_nobody_sees_may_be_nan(case, monkeypat
     "case", [*parameters(CASES[:2]), *(pytest.param(c, marks=pytest.mark.once, id=name_of(c)) for c in CASES[2:])]
 )
 def test_a_maximum_that_is_given_changes_nothing(case, monkeypatch):
-    monkeypatch.setattr(xla.lax, "cond", lambda near, given, anew: given())  # without the way out
+    monkeypatch.setattr(xla.lax, "cond", lambda near, guess, anew: guess())  # without the way out
     check(*make(case), implementation="xla", maximum=1.5)
 
 
@@ -51,11 +51,11 @@ def test_where_a_given_maximum_is_too_far_all_is_computed_anew(maximum):
     arrays, options = make(CASES[0])
     check(arrays, options, implementation="xla", maximum=maximum)
     alone = jax.jit(lambda: decode_attention(*arrays, **options, implementation="xla"))()
-    given = jax.jit(lambda: decode_attention(*arrays, **options, implementation="xla", maximum=maximum))()
+    near_result = jax.jit(lambda: decode_attention(*arrays, **options, implementation="xla", maximum=maximum))()
     # Two programs, which XLA may round by a unit in the last place differently.
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2.5e-7), given, alone)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2.5e-7), near_result, alone)
     with pytest.MonkeyPatch.context() as patch:  # which is why: it is what the sums are taken of
-        patch.setattr(xla.lax, "cond", lambda near, given, anew: given())
+        patch.setattr(xla.lax, "cond", lambda near, guess, anew: guess())
         wrong = jax.jit(lambda q: decode_attention(q, *arrays[1:], **options, implementation="xla", maximum=maximum))
         assert not np.array_equal(wrong(arrays[0])[1], alone[1])
 
@@ -103,7 +103,7 @@ ARRAYS = {"q": (2, 1, 4, 16), "k": (2, 32, 2, 16), "v": (2, 32, 2, 16)}
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"q": (2, 1, 3, 16)}, "3 query heads are not a multiple of 2 key heads; 4 would be"),
         ({"v": (2, 16, 2, 16)}, "differ before the last axis"),
@@ -121,11 +121,11 @@ ARRAYS = {"q": (2, 1, 4, 16), "k": (2, 32, 2, 16), "v": (2, 32, 2, 16)}
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
 )
-def test_what_does_not_fit_is_one_sentence(change, says):
+def test_what_does_not_fit_is_one_sentence(change, message):
     shapes = ARRAYS | {n: change[n] for n in ARRAYS if n in change}
     arrays = (None if s is None else jnp.ones(s, change.get("dtype", jnp.float32)) for s in shapes.values())
     options = {n: x for n, x in change.items() if n not in (*ARRAYS, "dtype")}
-    with pytest.raises(KernelError, match=says):
+    with pytest.raises(KernelError, match=message):
         decode_attention(*arrays, **({"lengths": np.array([3, 5])} | options))
 
 

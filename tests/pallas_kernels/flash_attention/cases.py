@@ -29,29 +29,30 @@ FEATURES: dict[str, tuple[Any, ...]] = {
 
 
 def covering(features: dict[str, tuple[Any, ...]] = FEATURES) -> list[dict[str, Any]]:
-    """Cases in which every two values of two features meet, greedily few."""
+    """Return cases that cover every pair of values of two features; a greedy search keeps them few."""
     names = list(features)
-    wanted = {
+    uncovered = {
         (a, x, b, y)
         for a, b in itertools.combinations(names, 2)
         for x in range(len(features[a]))
         for y in range(len(features[b]))
     }
     random, cases = np.random.default_rng(0), []
-    while wanted:
+    while uncovered:
         tries = []
         for _ in range(40):
-            a, x, b, y = min(wanted)
+            a, x, b, y = min(uncovered)
             row = {n: int(random.integers(len(features[n]))) for n in names} | {a: x, b: y}
             for n in names:
                 if n not in (a, b):
                     gain = [
-                        sum(pair in wanted for pair in _pairs(row | {n: i}, names, n)) for i in range(len(features[n]))
+                        sum(pair in uncovered for pair in _pairs(row | {n: i}, names, n))
+                        for i in range(len(features[n]))
                     ]
                     row[n] = int(np.argmax(gain))
-            tries.append((sum(pair in wanted for pair in _pairs(row, names)), row))
+            tries.append((sum(pair in uncovered for pair in _pairs(row, names)), row))
         row = max(tries, key=lambda t: t[0])[1]
-        wanted -= set(_pairs(row, names))
+        uncovered -= set(_pairs(row, names))
         cases.append({n: features[n][i] for n, i in row.items()})
     return cases
 
@@ -80,7 +81,7 @@ def name_of(case: dict[str, Any]) -> str:
 
 
 def make(case: dict[str, Any], seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arrays (q, k, v, bias or None) and the options of one case."""
+    """Return arrays (q, k, v, bias or None) and the options of one case."""
     random = np.random.default_rng(seed)
     (h, kv), (s, t), (d, dv), b = case["heads"], case["lengths"], case["widths"], 2
     dtype = jnp.dtype(case["dtype"])
@@ -101,7 +102,7 @@ def make(case: dict[str, Any], seed: int = 0) -> tuple[tuple[Any, ...], dict[str
 
 
 def seen_by_loops(options: dict[str, Any], b: int, s: int, t: int) -> np.ndarray:
-    """(B, S, T), one pair of tokens at a time."""
+    """Return the mask (B, S, T), computed for one pair of tokens at a time."""
     seen = np.ones((b, s, t), bool)
     segments, positions = options.get("segment_ids"), options.get("positions")
     for e, i, j in itertools.product(range(b), range(s), range(t)):
@@ -118,7 +119,7 @@ def seen_by_loops(options: dict[str, Any], b: int, s: int, t: int) -> np.ndarray
 
 
 def seen_at_once(options: dict[str, Any], b: int, s: int, t: int) -> np.ndarray:
-    """What `seen_by_loops` says, fast enough for thousands of cases."""
+    """Return the mask of `seen_by_loops`, fast enough for thousands of cases."""
     i, j = np.arange(s)[:, None], np.arange(t)[None]
     segments, positions = options.get("segment_ids"), options.get("positions")
     behind = (i + (t - s) - j)[None] if positions is None else positions[0][:, :, None] - positions[1][:, None]
@@ -137,7 +138,7 @@ def seen_at_once(options: dict[str, Any], b: int, s: int, t: int) -> np.ndarray:
 def truth(
     arrays: tuple[Any, ...], options: dict[str, Any], dout: Any, dlse: Any
 ) -> tuple[np.ndarray, np.ndarray | None, tuple[np.ndarray | None, ...]]:
-    """Output, log-sum-exp and the gradients of q, k, v and bias by hand, in float64."""
+    """Return output, log-sum-exp and the gradients of q, k, v and bias, by hand, in float64."""
     q, k, v, bias = (None if a is None else np.asarray(a, np.float64) for a in arrays)
     dout = np.asarray(dout, np.float64)
     (b, s, h, d), (t, kv) = q.shape, k.shape[1:3]
@@ -174,7 +175,7 @@ def truth(
 
 
 def plain(q: Any, k: Any, v: Any, bias: Any, *, seen: Any, options: dict[str, Any]) -> tuple[jax.Array, Any]:
-    """Attention as anybody writes it in jax.numpy: products in the arrays' dtype, the weights' function in float32.
+    """Plain attention in jax.numpy: products in the arrays' dtype, the weights' function in float32.
 
     Returns:
       the output, and the log-sum-exp, `None` for sigmoid.
@@ -199,7 +200,7 @@ def plain(q: Any, k: Any, v: Any, bias: Any, *, seen: Any, options: dict[str, An
 def assert_as_exact_as(
     got: Any, theirs: Any, want: np.ndarray, what: str, *, dtype: Any = None, units: float = 1.0
 ) -> None:
-    """Our error is at most twice the plain one's, or some units in the last place of the whole norm.
+    """Assert that our error is at most twice the plain one's, or some units in the last place of the whole norm.
 
     `dtype` says whose last place, where it is not the result's own: a float32 gradient of a bias is made from an output
     that was rounded to the arrays' dtype.

@@ -27,8 +27,8 @@ from typing import Any
 
 if __name__ == "__main__":  # before JAX is imported
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads of float64 products get in each other's way
-    # Every program is compiled for one run of a millisecond.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads of float64 products compete
+    # Every program is compiled for a single run of a millisecond.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
 
 import jax  # noqa: E402
@@ -65,7 +65,7 @@ TILE = 16
 
 
 def grid() -> list[dict[str, Any]]:
-    """Every case: the value of each feature."""
+    """Return every case: the value of each feature."""
     return [dict(zip(FEATURES, values, strict=True)) for values in itertools.product(*FEATURES.values())]
 
 
@@ -79,12 +79,12 @@ def width_of(case: dict[str, Any]) -> str:
 
 
 def parts_of(case: dict[str, Any]) -> Iterator[Case]:
-    """Output, log-sum-exp and three gradients, as cases of the parity table; each side runs once for all five."""
+    """Yield output, log-sum-exp and three gradients as cases of the parity table; each side runs once for all five."""
     return lines(work_of(case))
 
 
 def work_of(case: dict[str, Any], deterministic: bool = False) -> Work:
-    """A case as work of the parity table; all five results are parts of one run."""
+    """Return a case as work of the parity table; all five results are parts of one run."""
     make = functools.partial(_program, case, deterministic)
     return Work("flash_attention", name_of(case), case["dtype"], PARTS, make)
 
@@ -113,8 +113,8 @@ def _program(case: dict[str, Any], deterministic: bool, seed: int | None) -> Pro
     seen = shared.seen_at_once(options, b, s, t)
 
     def ours(backend: str) -> Any:
-        given = options | {"return_lse": True, "deterministic": deterministic, "implementation": backend}
-        return functools.partial(both, functools.partial(flash_attention.flash_attention, **given))
+        kwargs = options | {"return_lse": True, "deterministic": deterministic, "implementation": backend}
+        return functools.partial(both, functools.partial(flash_attention.flash_attention, **kwargs))
 
     def truth() -> tuple[Any, ...]:
         out, lse, grads = shared.truth(arrays, options, dout, dlse)
@@ -125,14 +125,14 @@ def _program(case: dict[str, Any], deterministic: bool, seed: int | None) -> Pro
 
 
 def both(op: Any, q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
-    """Output, log-sum-exp and the gradients of q, k and v."""
+    """Return the output, the log-sum-exp and the gradients of q, k and v."""
     (out, lse), pull = jax.vjp(op, q, k, v)
     return out, lse, *pull((dout, dlse))
 
 
 @functools.cache
 def _plain(softcap: float | None) -> Any:
-    """One program for every mask."""
+    """Return one program for every mask."""
 
     def run(q: Any, k: Any, v: Any, dout: Any, dlse: Any, seen: Any) -> tuple[Any, ...]:
         op = functools.partial(shared.plain, bias=None, seen=seen, options={"softcap": softcap})
@@ -141,9 +141,9 @@ def _plain(softcap: float | None) -> Any:
     return jax.jit(run)
 
 
-def _five(found: Sequence[Any]) -> tuple[Any, ...]:
-    """A log-sum-exp of -inf becomes 0, so that errors can be taken; one that should be and is not is then an error."""
-    out, lse, *grads = map(np.asarray, found)
+def _five(results: Sequence[Any]) -> tuple[Any, ...]:
+    """Replace a log-sum-exp of -inf by 0, so that errors can be computed; a missing -inf still shows."""
+    out, lse, *grads = map(np.asarray, results)
     return out, np.where(np.isneginf(lse), 0, lse).astype(lse.dtype), *grads
 
 
@@ -151,7 +151,7 @@ def _five(found: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def check(case: dict[str, Any], backend: str) -> dict[str, Any]:
-    """A line of the file: a case's name and, of each part, error, plain error and verdict; or why it is refused."""
+    """Return a line of the file: a case's name and each part's error, plain error and verdict, or the refusal."""
     line: dict[str, Any] = {"case": name_of(case)}
     for part in parts_of(case):
         row: Row = measure(part, backend)
@@ -162,7 +162,7 @@ def check(case: dict[str, Any], backend: str) -> dict[str, Any]:
 
 
 def fingerprint(backend: str) -> str:
-    """Of jax and of what decides a backend's numbers; a line under another one is measured again."""
+    """Return a digest of JAX's version and a backend's sources; lines with another digest are measured again."""
     files = [
         *sorted(TABLE.parent.glob(f"{SOURCES[backend]}*.py")),
         TABLE.parent / "inputs.py",
@@ -174,19 +174,19 @@ def fingerprint(backend: str) -> str:
 
 
 def measured(backend: str) -> dict[str, dict[str, Any]]:
-    """What the file holds that still counts: a case's name -> its line."""
+    """Return the file's lines with this digest: a case's name -> its line."""
     path, mark = RUNS / f"{backend}.jsonl", fingerprint(backend)
     lines = []
     for text in path.read_text().splitlines() if path.exists() else ():
         try:
             lines.append(json.loads(text))
-        except json.JSONDecodeError:  # cut short by whoever stopped it
+        except json.JSONDecodeError:  # incomplete: the run was stopped
             continue
     return {line["case"]: line for line in lines if line["fingerprint"] == mark}
 
 
 def run(backend: str, cases: Sequence[dict[str, Any]], limit: float) -> None:
-    """Measures what is missing, for so many seconds."""
+    """Measure missing cases, for so many seconds."""
     path, mark, have, start = RUNS / f"{backend}.jsonl", fingerprint(backend), measured(backend), time.monotonic()
     path.parent.mkdir(parents=True, exist_ok=True)
     missing = [case for case in cases if name_of(case) not in have]
@@ -210,7 +210,7 @@ HEAD = ("dtype", "D", "cases", "ok", "not supported", "WRONG", *PARTS, "the wors
 
 
 def summary(backend: str) -> list[tuple[str, ...]]:
-    """The table's rows: of each dtype and width, how many cases are what, and the largest error over a plain one."""
+    """Return the table's rows: counts for each dtype and width, and the largest ratio of our error to the plain one."""
     have, rows = measured(backend), []
     by_row = itertools.groupby(grid(), lambda case: (case["dtype"], width_of(case)))
     for (dtype, width), group in by_row:
@@ -220,8 +220,8 @@ def summary(backend: str) -> list[tuple[str, ...]]:
         ran = [line for line in lines if "refused" not in line]
         wrong = [line for line in ran if any(line[part][2] != "ok" for part in PARTS)]
         worst = {part: max(((_ratio(line[part]), line["case"]) for line in ran), default=None) for part in PARTS}
-        found = {part: w for part, w in worst.items() if w is not None}
-        part = max(found, key=lambda p: found[p], default=None)
+        worst_of = {part: w for part, w in worst.items() if w is not None}
+        part = max(worst_of, key=lambda p: worst_of[p], default=None)
         rows.append(
             (
                 dtype,
@@ -230,8 +230,10 @@ def summary(backend: str) -> list[tuple[str, ...]]:
                 str(len(ran) - len(wrong)),
                 str(len(refused)),
                 str(len(wrong)),
-                *(f"{found[p][0]:.2f}" if p in found else "" for p in PARTS),
-                "" if part is None else f"{part}: {' '.join(found[part][1].split(' ')[2:]) or 'none of the features'}",
+                *(f"{worst_of[p][0]:.2f}" if p in worst_of else "" for p in PARTS),
+                ""
+                if part is None
+                else f"{part}: {' '.join(worst_of[part][1].split(' ')[2:]) or 'none of the features'}",
                 "; ".join(sorted(set(refused))),
             )
         )
@@ -244,15 +246,15 @@ def _ratio(part: tuple[float, float, str]) -> float:
 
 
 def write(backend: str, of: str) -> str:
-    """Writes a backend's part of the table, leaves the others', and says what it holds."""
+    """Write a backend's part of the table, keep the others', and return a summary."""
     rows = summary(backend)
     counts = [sum(int(row[i].partition(" ")[0]) for row in rows) for i in (2, 3, 4, 5)]
-    says = "{} of {} cases: {} ok, {} not supported, {} wrong".format(counts[0], len(grid()), *counts[1:])
+    sentence = "{} of {} cases: {} ok, {} not supported, {} wrong".format(counts[0], len(grid()), *counts[1:])
     width = [max(len(row[i]) for row in [HEAD, *rows]) for i in range(len(HEAD))]
     line = lambda cells: "| " + " | ".join(c.ljust(w) for c, w in zip(cells, width, strict=True)) + " |"  # noqa: E731
-    how = "compiled on a CPU" if backend == "xla" else "in its interpreter with race detection"
+    mode = "compiled on a CPU" if backend == "xla" else "in its interpreter with race detection"
     part = (
-        f"## {backend}\n\n{says}. Run {how}, {time.strftime('%Y-%m-%d')}, jax {jax.__version__}, Python "
+        f"## {backend}\n\n{sentence}. Run {mode}, {time.strftime('%Y-%m-%d')}, jax {jax.__version__}, Python "
         f"{sys.version.split()[0]}, commit {of}.\n\n"
         + "\n".join([line(HEAD), line(["-" * w for w in width]), *map(line, rows)])
         + "\n"
@@ -260,7 +262,7 @@ def write(backend: str, of: str) -> str:
     _, *others = (TABLE.read_text() if TABLE.exists() else "").split("\n## ")
     parts = {text.split("\n", 1)[0]: "## " + text.rstrip("\n") + "\n" for text in others} | {backend: part}
     TABLE.write_text("\n".join([HEADING, *(parts[b] for b in SOURCES if b in parts)]))
-    return says
+    return sentence
 
 
 HEADING = """# The full grid

@@ -127,12 +127,12 @@ IDS = np.ones((B, S), np.int32)
     ids=lambda x: " ".join(x) if isinstance(x, dict) else "",
 )
 def test_what_cudnn_does_not_do_is_refused_by_name_and_left_to_xla_otherwise(shapes, options, words, card):
-    given = arrays(**shapes)
+    inputs = arrays(**shapes)
     with pytest.raises(KernelError, match=re.escape(words)) as caught:
-        _refused(given, **options)
+        _refused(inputs, **options)
     assert "\n" not in str(caught.value)
     with dispatch.choosing() as made:
-        _refused(given, implementation=None, **options)
+        _refused(inputs, implementation=None, **options)
     (choice,) = made.values()
     assert choice.implementation == "xla" and words in dict(choice.why_not)["cudnn"]
 
@@ -181,9 +181,9 @@ def test_a_gpu_that_is_not_of_this_process_is_left_to_xla(card, monkeypatch):
 
 
 def test_a_mesh_without_devices_is_left_to_xla(card):
-    mesh, given = jax.sharding.AbstractMesh((1,), ("data",)), arrays()
+    mesh, inputs = jax.sharding.AbstractMesh((1,), ("data",)), arrays()
     with jax.sharding.use_abstract_mesh(mesh), pytest.raises(KernelError, match="the mesh in scope has none"):
-        _refused(given)
+        _refused(inputs)
 
 
 # ---- meaning
@@ -195,8 +195,8 @@ PUBLIC = functools.partial(jax.nn.dot_product_attention, scale=0.3)
 def of_jax(options):
     """The public function's arguments for one of `MASKS`."""
     window = options.get("window") or S
-    shown = {"is_causal": options.get("causal", False)}
-    return shown | ({"local_window_size": (window - 1, 0)} if window < S else {})
+    expected = {"is_causal": options.get("causal", False)}
+    return expected | ({"local_window_size": (window - 1, 0)} if window < S else {})
 
 
 @pytest.mark.parametrize("options", MASKS, ids=str)
@@ -269,8 +269,8 @@ def _close(got, want):
 
 @pytest.mark.parametrize("options", [MASKS[0], MASKS[3]], ids=str)
 def test_values_and_gradients_are_the_references(options, stand_ins):
-    both = lambda how: jax.jit(  # noqa: E731
-        jax.value_and_grad(functools.partial(loss, implementation=how, **options), (0, 1, 2))
+    both = lambda implementation: jax.jit(  # noqa: E731
+        jax.value_and_grad(functools.partial(loss, implementation=implementation, **options), (0, 1, 2))
     )
     (value, grads), (want, true) = both("cudnn")(*arrays()), both("dense")(*arrays())
     np.testing.assert_allclose(value, want, rtol=0.01)
@@ -281,8 +281,8 @@ def test_examples_that_vmap_adds_may_lie_anywhere_or_be_shared(stand_ins):
     q, k, v = arrays()
     many = jnp.stack([q, 2 * q, -q], axis=2)
 
-    def grads(how):
-        f = jax.grad(functools.partial(loss, causal=True, implementation=how), (0, 1, 2))
+    def grads(implementation):
+        f = jax.grad(functools.partial(loss, causal=True, implementation=implementation), (0, 1, 2))
         return jax.jit(jax.vmap(f, in_axes=(2, None, None)))(many, k, v)
 
     _close(grads("cudnn"), grads("dense"))
@@ -313,5 +313,5 @@ def test_the_check_of_a_device_runs_cudnn_where_no_log_sum_exp_is_wanted(card):
     ]
     assert len(mine(False)) >= 6 and not any(device_check.may_vary(w, "cudnn", "out") for w in mine(False))
     made = mine(True)[-1].make(0)
-    for found in (jax.eval_shape(made.ours("cudnn"), *made.arrays), jax.eval_shape(made.plain)):
-        assert [x.shape for x in found] == [made.arrays[i].shape for i in (0, 0, 1, 2)]
+    for outputs in (jax.eval_shape(made.ours("cudnn"), *made.arrays), jax.eval_shape(made.plain)):
+        assert [x.shape for x in outputs] == [made.arrays[i].shape for i in (0, 0, 1, 2)]

@@ -79,10 +79,10 @@ def test_a_window_as_large_as_an_integer_is_none():
 @interpreter
 def test_a_table_of_blocks_is_the_dense_masked_result():
     blocks = Blocks.of(np.array([[1, 0], [0, 1], [0, 0]], bool), query=128, key=128)  # the last queries see nothing
-    given = arrays(300, 200)
+    inputs = arrays(300, 200)
     with interpreted(races=True):
-        got = flash_attention(*given, blocks=blocks, return_lse=True, implementation="mosaic_gpu")
-    want = flash_attention(*given, blocks=blocks, return_lse=True, implementation="dense")
+        got = flash_attention(*inputs, blocks=blocks, return_lse=True, implementation="mosaic_gpu")
+    want = flash_attention(*inputs, blocks=blocks, return_lse=True, implementation="dense")
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-2, atol=1e-2)
 
@@ -101,7 +101,7 @@ def test_the_blocks_of_a_grid_walk_every_tile_of_every_head_once(shape):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (dict(dtype=jnp.float32), "float32 is left to XLA"),
         (dict(d=72), "multiples of 16 from 64 to 256"),
@@ -112,11 +112,11 @@ def test_the_blocks_of_a_grid_walk_every_tile_of_every_head_once(shape):
     ids=["float32", "width", "bias", "values", "blocks"],
 )
 @interpreter
-def test_what_it_does_not_take_is_refused_with_the_reason(change, says):
+def test_what_it_does_not_take_is_refused_with_the_reason(change, message):
     options = {n: x for n, x in change.items() if n not in ("dtype", "d", "dv")}
     q, k, v = (x.astype(change.get("dtype", x.dtype)) for x in arrays(256, 256, d=change.get("d", 64)))
     v = jnp.tile(v, change.get("dv", 64) // 64 or 1)
-    with interpreted(), pytest.raises(KernelError, match=says):
+    with interpreted(), pytest.raises(KernelError, match=message):
         flash_attention(q, k, v, implementation="mosaic_gpu", **options)
 
 

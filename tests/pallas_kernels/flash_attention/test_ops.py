@@ -282,7 +282,7 @@ LONG = _zeros((2, 8, 4, 16), (2, 12, 2, 16), (2, 12, 2, 16))
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "words"),
+    ("inputs", "options", "words"),
     [
         (_zeros((2, 8, 5, 16), (2, 8, 2, 16), (2, 8, 2, 16)), {}, ("5 query heads", "multiple of 2", "is 4")),
         (_zeros((2, 8, 4, 16), (2, 8, 2, 12), (2, 8, 2, 16)), {}, ("head_dim", "16", "12")),
@@ -310,9 +310,9 @@ LONG = _zeros((2, 8, 4, 16), (2, 12, 2, 16), (2, 12, 2, 16))
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) and isinstance(x[0], str) else "",
 )
-def test_what_does_not_fit_is_refused_in_a_sentence(given, options, words):
+def test_what_does_not_fit_is_refused_in_a_sentence(inputs, options, words):
     with pytest.raises(KernelError) as caught:
-        flash_attention(*given, **options)
+        flash_attention(*inputs, **options)
     message = str(caught.value)
     assert "\n" not in message and all(w in message for w in words), message
 

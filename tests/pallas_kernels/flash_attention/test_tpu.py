@@ -123,8 +123,8 @@ def test_every_tile_that_is_seen_is_met_once_and_no_other(name, own):
     mask = {"window": Mask(True, 40), "blocks": Mask(blocks=Blocks.of(table, query=16, key=32))}.get(name, Mask(True))
     pair = [np.sort(random.integers(0, 90, (B, n)), 1) for n in (s, t)]
     tokens = Tokens(*(pair if name == "segments" else (None, None)), *(pair if name == "positions" else (None, None)))
-    how = cut(mask, s, t, name == "segments", name == "positions")
-    plan = jax.jit(lambda tokens: steps(how, tokens, own)[:3])(tokens)
+    tiling = cut(mask, s, t, name == "segments", name == "positions")
+    plan = jax.jit(lambda tokens: steps(tiling, tokens, own)[:3])(tokens)
     want = tile_table(mask, tokens, s=s, t=t, q_tile=16, k_tile=32, each=True).astype(int)
     want = want.swapaxes(1, 2) if own == "keys" else want
     if own == "queries":

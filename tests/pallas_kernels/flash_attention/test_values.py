@@ -44,14 +44,14 @@ def check(case, implementation="xla", units=1.0):
     out, lse, grads = truth(arrays, options, dout, dlse)
     if "blocks" in options:
         blocks = Blocks.of(options["blocks"], query=8, key=12)
-    given = options | ({"blocks": blocks} if "blocks" in options else {})
+    kwargs = options | ({"blocks": blocks} if "blocks" in options else {})
     diff = (0, 1, 2) if bias is None else (0, 1, 2, 3)
 
     @functools.partial(jax.jit, static_argnums=0)
     def both(ours, *arrays):
         def f(q, k, v, bias=None):
             if ours:
-                y = flash_attention(q, k, v, bias=bias, **given, return_lse=softmax, implementation=implementation)
+                y = flash_attention(q, k, v, bias=bias, **kwargs, return_lse=softmax, implementation=implementation)
                 return y if softmax else (y, None)
             return plain(q, k, v, bias, seen=seen_at_once(options, b, s, k.shape[1]), options=options)
 

@@ -23,7 +23,7 @@ def normal(shape: tuple[int, ...], dtype: Any = jnp.float32, seed: int = 0, scal
 
 
 def truth(op: str, x: Any) -> np.ndarray:
-    """In float64."""
+    """Return the op's value in float64."""
     x = np.asarray(x, np.float64)
     top = x.max(-1, keepdims=True)
     log = top + np.log(np.exp(x - top).sum(-1, keepdims=True))
@@ -31,7 +31,7 @@ def truth(op: str, x: Any) -> np.ndarray:
 
 
 def gradient_truth(op: str, x: Any, g: Any) -> np.ndarray:
-    """Of sum(g * op(x)), in float64."""
+    """Return the gradient of sum(g * op(x)) in float64."""
     g, p = np.asarray(g, np.float64), truth("softmax", x)
     if op == "softmax":
         return p * (g - (p * g).sum(-1, keepdims=True))
@@ -39,14 +39,14 @@ def gradient_truth(op: str, x: Any, g: Any) -> np.ndarray:
 
 
 def assert_as_exact_as(got: Any, plain: Any, want: np.ndarray, what: str = "", units: float = 1.0) -> None:
-    """Our largest error is at most twice the plain one's, or so many units in the last place of the largest value."""
+    """Assert that our largest error is at most twice the plain one's, or some units in the last place."""
     error, theirs = (np.abs(np.asarray(a, np.float64) - want).max() for a in (got, plain))
     floor = float(jnp.finfo(got.dtype).eps) * np.abs(want).max() * units
     assert error <= max(2 * theirs, floor), f"{what}: off by {error:.2e}, plain {theirs:.2e}, floor {floor:.2e}"
 
 
 def value_and_gradient(f: Any, x: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """f(x) and the gradient of sum(g * f(x)), compiled as one program."""
+    """Return f(x) and the gradient of sum(g * f(x)), compiled as one program."""
 
     @jax.jit
     def both(x: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -61,12 +61,12 @@ def cotangent(op: str, x: jax.Array) -> jax.Array:
 
 
 def units(op: str) -> float:
-    """Allowed of a gradient: that of logsumexp is rounded twice, as a share and by the cotangent."""
+    """Return the units allowed for a gradient: logsumexp's is rounded twice, as a share and by the cotangent."""
     return 2.0 if op == "logsumexp" else 1.0
 
 
 def assert_same(got: Any, want: Any, what: str = "") -> None:
-    """Equal to a few units in the last place, with infinities and NaN where they are wanted."""
+    """Assert equality to a few units in the last place, with infinities and NaN in the same places."""
     got, want = (np.asarray(a, np.float64) for a in (got, want))
     np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-30, err_msg=what)
 
@@ -89,7 +89,7 @@ EDGES = {
 
 
 def edge_rows(columns: int = 3) -> jax.Array:
-    """All `EDGES`, filled up with -inf, which changes no result."""
+    """Return all `EDGES`, padded with -inf, which changes no result."""
     rows = np.full((len(EDGES), columns), -INF, np.float32)
     rows[:, :3] = list(EDGES.values())
     return jnp.asarray(rows)

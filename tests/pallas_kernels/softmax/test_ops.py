@@ -64,9 +64,9 @@ def test_what_is_masked_is_left_out_whatever_it_holds(op):
     g = g if op == "logsumexp" else g.at[:, :, 1].set(jnp.nan)
     (got,) = jax.vjp(lambda x: f(x, where=where), x)[1](g)
     assert not np.asarray(got)[..., ~np.asarray(where)[0]].any()
-    kept = np.asarray([0, 3, 4])
-    want = gradient_truth(op, x[:, 0, kept], g[:, 0] if op == "logsumexp" else g[:, 0, kept])
-    np.testing.assert_allclose(got[:, 0, kept], want, rtol=1e-4, atol=1e-6)
+    unmasked = np.asarray([0, 3, 4])
+    want = gradient_truth(op, x[:, 0, unmasked], g[:, 0] if op == "logsumexp" else g[:, 0, unmasked])
+    np.testing.assert_allclose(got[:, 0, unmasked], want, rtol=1e-4, atol=1e-6)
     assert not np.asarray(got)[:, 1].any()
 
 
@@ -78,8 +78,8 @@ def test_the_gradient_of_logsumexp_is_zero_where_there_is_nothing():
 def test_a_softmax_keeps_its_output_and_nothing_else_for_its_gradient():
     x = normal((4, 64), jnp.bfloat16)
     for f in (softmax, log_softmax):
-        kept = jax.tree.leaves(jax.vjp(f, x)[1])
-        assert [(k.shape, k.dtype) for k in kept] == [(x.shape, x.dtype)]
+        saved = jax.tree.leaves(jax.vjp(f, x)[1])
+        assert [(k.shape, k.dtype) for k in saved] == [(x.shape, x.dtype)]
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_a_sharded_vocabulary_takes_one_collective_as_pairs_and_two_by_its_maxim
     compiled = jax.jit(mapped).lower(x).compile()
     assert_as_exact_as(compiled(x), jax.nn.logsumexp(x, axis=-1), truth("logsumexp", x), "value")
     np.testing.assert_allclose(run(x, g), gradient_truth("logsumexp", x, g), rtol=1e-5, atol=1e-7)
-    found = re.findall(
+    collectives_in_hlo = re.findall(
         r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", compiled.as_text()
     )
-    assert found == collectives
+    assert collectives_in_hlo == collectives

@@ -25,7 +25,7 @@ def test_other_names_keep_their_message_and_pickling_works():
 
 def test_a_name_that_still_exists_cannot_be_renamed():
     class Old:
-        how = 1
+        size = 1
 
-    with pytest.raises(TypeError, match="still has the attribute 'how'"):
-        renamed(how="basis")(Old)
+    with pytest.raises(TypeError, match="still has the attribute 'size'"):
+        renamed(size="bytes")(Old)

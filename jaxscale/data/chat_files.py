@@ -80,7 +80,10 @@ class ChatFiles:
             text = ""  # only conversations need a template; the first one raises this error again
         opening = getattr(tokenizer, "opening", ())
         key = hashlib.sha256(f"{file_key(files, tokenizer)} {self.turns} {text} {opening}".encode()).hexdigest()[:16]
-        documents = lambda: _documents(files, tokenizer, template, self.turns)  # noqa: E731
+
+        def documents() -> Iterator[Document]:
+            return _documents(files, tokenizer, template, self.turns)
+
         prepared = cached(self.name, key, documents, tokenizer, cache, masked=True)
         return pack(prepared.documents(split, self.heldout, self.name), packing, seq_len)
 

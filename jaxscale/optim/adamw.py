@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,9 @@ def adamw(
     def init(params: Tree) -> AdamWState:
         return AdamWState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params), optax.tree.zeros_like(params))
 
-    def step(grads: Tree, state: AdamWState, params: Tree, leaf: Any) -> tuple[Tree, AdamWState]:
+    def step(
+        grads: Tree, state: AdamWState, params: Tree, leaf: Callable[[jax.Array, jax.Array], jax.Array]
+    ) -> tuple[Tree, AdamWState]:
         count = optax.safe_increment(state.count)
         lr = rate(state.count)
         fix1, fix2 = 1 - b1**count, 1 - b2**count
@@ -81,7 +84,7 @@ def adamw(
     return FusedTransformation(init, update, update_and_apply)
 
 
-def not_negative(optimizer: Any, *names: str) -> None:
+def not_negative(optimizer: object, *names: str) -> None:
     """Check that fields of an optimizer are at least 0.
 
     Args:
@@ -96,7 +99,7 @@ def not_negative(optimizer: Any, *names: str) -> None:
             raise ConfigError(f"{type(optimizer).__name__}.{name} = {getattr(optimizer, name)}: must be at least 0")
 
 
-def fractions(optimizer: Any, *names: str) -> None:
+def fractions(optimizer: object, *names: str) -> None:
     """Check that fields of an optimizer are at least 0 and below 1.
 
     Args:

@@ -63,7 +63,10 @@ def balanced(tx: optax.GradientTransformation, rate: float) -> optax.GradientTra
 
 def _with_biases(rest: Tree, biases: Tree) -> Tree:
     """Take load biases from `biases` and all else from `rest`."""
-    pick = lambda path, b, r: b if _is_bias(path) else r  # noqa: E731
+
+    def pick(path: tuple[Any, ...], b: jax.Array, r: jax.Array) -> jax.Array:
+        return b if _is_bias(path) else r
+
     return jax.tree_util.tree_map_with_path(pick, biases, rest)
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import optax
 
 from jaxscale.layout import HOST, Layout, TensorInfo, host_memory_or_say, shardings_of
 from jaxscale.optim.storage import check_fits, is_quantized
+
+if TYPE_CHECKING:
+    from pallas_kernels.blockwise import Quantized
 
 Tree = Any
 Schedule = Callable[[int | jax.Array], jax.Array]
@@ -94,7 +97,7 @@ class NamedState:
     axes: tuple[str | None, ...] = dataclasses.field(metadata={"static": True})
 
 
-def is_named(x: Any) -> bool:
+def is_named(x: object) -> bool:
     """Return whether `x` is a `NamedState`, for `is_leaf`.
 
     Args:
@@ -159,7 +162,7 @@ def state_infos(tx: optax.GradientTransformation, infos: Tree) -> Tree:
     state: Tree = jax.eval_shape(tx.init, params)
     by_path: dict[Any, TensorInfo] = dict(jax.tree_util.tree_leaves_with_path(infos))
 
-    def info(path: tuple[Any, ...], leaf: Any) -> Any:
+    def info(path: tuple[Any, ...], leaf: Any) -> TensorInfo | NamedState | Quantized:
         if is_named(leaf):
             value = TensorInfo(leaf.path, leaf.value.shape, leaf.value.dtype, leaf.axes)
             return dataclasses.replace(leaf, value=value)
@@ -168,7 +171,10 @@ def state_infos(tx: optax.GradientTransformation, infos: Tree) -> Tree:
         if param is None:
             return TensorInfo("", leaf.shape, leaf.dtype, (None,) * len(leaf.shape))
         if is_quantized(leaf):
-            part = lambda name, x: TensorInfo(f"{param.path}/{name}", x.shape, x.dtype, param.axes)  # noqa: E731
+
+            def part(name: str, x: jax.Array) -> TensorInfo:
+                return TensorInfo(f"{param.path}/{name}", x.shape, x.dtype, param.axes)
+
             return dataclasses.replace(leaf, codes=part("codes", leaf.codes), scales=part("scales", leaf.scales))
         axes = param.axes if leaf.shape == param.shape else (None,) * len(leaf.shape)
         return TensorInfo(param.path if leaf.shape == param.shape else "", leaf.shape, leaf.dtype, axes)
@@ -221,7 +227,7 @@ def place_state(infos: Tree, layout: Layout) -> Tree:
     """
     shardings = shardings_of(infos, layout, "opt_state")
 
-    def place(shardings: Any, infos: Any) -> Any:
+    def place(shardings: Tree, infos: Tree) -> Tree:
         if not _on_host(infos) or not host_memory_or_say("optimizer state", "stays on the device", layout):
             return shardings
         return jax.tree.map(lambda s, i: s.with_memory_kind(HOST) if i.path else s, shardings, infos)
@@ -229,7 +235,7 @@ def place_state(infos: Tree, layout: Layout) -> Tree:
     return jax.tree.map(place, shardings, infos, is_leaf=_on_host)
 
 
-def _on_host(state: Any) -> bool:
+def _on_host(state: object) -> bool:
     return isinstance(state, HostState)
 
 

@@ -63,7 +63,7 @@ def blockwise(
             raise ConfigError(f"the optimizer was made for other parameters: it has no '{name}' of shape {p.shape}")
         return known[name]
 
-    def init(params: Tree) -> Any:
+    def init(params: Tree) -> Tree:
         def moment(value: float, signed: bool) -> Tree:
             def one(path: tuple[Any, ...], p: jax.Array) -> Moment:
                 return storage.store(jnp.full(p.shape, value, jnp.float32), info_of(path, p), signed)
@@ -72,7 +72,7 @@ def blockwise(
 
         return make_state(jnp.zeros([], jnp.int32), *(moment(v, s) for v, s in zip(begin, rule.states, strict=True)))
 
-    def step(grads: Tree, state: Any, params: Tree, apply: bool) -> tuple[Tree, Any]:
+    def step(grads: Tree, state: Tree, params: Tree, apply: bool) -> tuple[Tree, Tree]:
         count, *moments = state
         numbers = scalars(count)
         structure: Any
@@ -101,12 +101,12 @@ def blockwise(
             new_moments = moments
         return jax.tree.unflatten(structure, out), make_state(optax.safe_increment(count), *new_moments)
 
-    def update(grads: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
+    def update(grads: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, Tree]:
         if params is None:
             raise ValueError(f"{rule.name} needs the parameters: call update(grads, state, params)")
         return step(grads, state, params, False)
 
-    def update_and_apply(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+    def update_and_apply(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         return step(grads, state, params, True)
 
     notes = storage.notes(infos) if infos is not None else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -105,7 +106,10 @@ def lamb_8bit(
 
     def finish(info: TensorInfo, p: jax.Array, u: jax.Array, s: Scalars) -> jax.Array:
         dims = tuple(i for i, a in enumerate(info.axes) if a not in STACKED)
-        norm = lambda x: jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=dims, keepdims=True))  # noqa: E731
+
+        def norm(x: jax.Array) -> jax.Array:
+            return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=dims, keepdims=True))
+
         of_p, of_u = norm(p), norm(u)
         usable = (of_p > 0) & (of_u > 0)
         return -s["lr"] * jnp.where(usable, of_p / jnp.where(usable, of_u, 1.0), 1.0) * u
@@ -115,7 +119,9 @@ def lamb_8bit(
     return blockwise(ADAM_DIRECTION, scalars, AdamWState, finish=finish, **options)
 
 
-def _adam_scalars(rate: Schedule, b1: Any, b2: Any, eps: Any, weight_decay: Any) -> Any:
+def _adam_scalars(
+    rate: Schedule, b1: float, b2: float, eps: float, weight_decay: float
+) -> Callable[[jax.Array], Scalars]:
     def scalars(count: jax.Array) -> Scalars:
         t = optax.safe_increment(count)
         return {
@@ -154,7 +160,10 @@ def lion_8bit(
       LayoutError: as `adamw_8bit`.
     """
     rate = _rate(learning_rate)
-    scalars = lambda count: {"lr": rate(count), "b1": b1, "b2": b2, "weight_decay": weight_decay}  # noqa: E731
+
+    def scalars(count: jax.Array) -> Scalars:
+        return {"lr": rate(count), "b1": b1, "b2": b2, "weight_decay": weight_decay}
+
     options: Any = dict(storage=storage, infos=infos, decay_mask=mask, implementation=implementation)
     return blockwise(LION, scalars, MomentState, **options)
 
@@ -187,7 +196,10 @@ def sgdm_8bit(
       LayoutError: as `adamw_8bit`.
     """
     rate = _rate(learning_rate)
-    scalars = lambda count: {"lr": rate(count), "momentum": momentum, "weight_decay": weight_decay}  # noqa: E731
+
+    def scalars(count: jax.Array) -> Scalars:
+        return {"lr": rate(count), "momentum": momentum, "weight_decay": weight_decay}
+
     options: Any = dict(storage=storage, infos=infos, decay_mask=mask, implementation=implementation)
     return blockwise(NESTEROV if nesterov else MOMENTUM, scalars, MomentState, **options)
 
@@ -223,7 +235,10 @@ def adagrad_8bit(
       LayoutError: as `adamw_8bit`.
     """
     rate = _rate(learning_rate)
-    scalars = lambda count: {"lr": rate(count), "eps": eps, "weight_decay": weight_decay}  # noqa: E731
+
+    def scalars(count: jax.Array) -> Scalars:
+        return {"lr": rate(count), "eps": eps, "weight_decay": weight_decay}
+
     options: Any = dict(storage=storage, infos=infos, decay_mask=mask, implementation=implementation)
     return blockwise(ADAGRAD, scalars, MomentState, initial=(initial_accumulator,), **options)
 

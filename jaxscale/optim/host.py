@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,10 +112,13 @@ def on_host(
         def by_layer(g: int, *trees: Tree) -> tuple[Tree, Tree, Tree]:
             """Update a group by a scan; each layer is a stack of one, so that logical axes still match dimensions."""
 
-            def layer(_: None, trees: Any) -> tuple[None, Any]:
+            def layer(_: None, trees: Tree) -> tuple[None, Tree]:
                 (grads, params), held = trees[:2], jax.tree.map(fetch, trees[2:])
                 out, inner, wide = one(g, *jax.tree.map(lambda x: x[None], (grads, params, *held)))
-                flat = lambda x: x[0]  # noqa: E731
+
+                def flat(x: jax.Array) -> jax.Array:
+                    return x[0]
+
                 out, inner, wide = jax.tree.map(flat, out), _each(flat, of_state, inner), jax.tree.map(flat, wide)
                 return None, (out, _each(store, of_state, inner), jax.tree.map(store, wide))
 
@@ -129,7 +131,10 @@ def on_host(
             held.append(_only(g, of_params, state.master) if master else None)
             results.append((at_once if g == _UNSTACKED else by_layer)(g, *held))
         outs, inners, wides = zip(*results, strict=True)
-        pick = lambda k, *x: x[0 if k == _SCALAR else groups.index(k)]  # noqa: E731
+
+        def pick(k: int, *x: Tree) -> Tree:
+            return x[0 if k == _SCALAR else groups.index(k)]
+
         return (
             jax.tree.map(pick, of_params, *outs),
             HostState(jax.tree.map(pick, of_state, *inners), jax.tree.map(pick, of_params, *wides) if master else None),
@@ -167,7 +172,10 @@ def _each(fn: Callable[[jax.Array], jax.Array], groups: Tree, state: Tree) -> Tr
 
 def _moves() -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
     """Return the functions that copy an array to the device and back to the host; identities if all stays there."""
-    stay = lambda x: x  # noqa: E731
+
+    def stay(x: jax.Array) -> jax.Array:
+        return x
+
     if current() is None:
         say_once("a run without a layout keeps optimizer state on the device; Layout('data=1') is one device")
         return stay, stay

@@ -157,9 +157,12 @@ def per_layer(tx: optax.GradientTransformation, infos: Tree | None) -> optax.Gra
             out.setdefault(_group(views[name]), {})[name] = x.reshape(views[name].shape)
         return out
 
-    def of_layer(group: dict[str, Any], sizes: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple) -> Any:
+    def of_layer(group: dict[str, Any], sizes: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple) -> Tree:
         """Return the shapes of the state of one layer."""
-        shape = lambda name, x: jax.ShapeDtypeStruct(sizes(x.shape[stacks(views[name]) :]), x.dtype)  # noqa: E731
+
+        def shape(name: str, x: jax.Array) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(sizes(x.shape[stacks(views[name]) :]), x.dtype)
+
         return jax.eval_shape(tx.init, {name: shape(name, x) for name, x in group.items()})
 
     def init(params: Tree) -> Tree:
@@ -200,7 +203,7 @@ def _depth(group: dict[str, Any], views: dict[str, TensorInfo]) -> int:
     return stacks(views[next(iter(group))])
 
 
-def _over_stacks(fn: Any, depth: int, ins: Any, outs: Any) -> Any:
+def _over_stacks(fn: Callable[..., Any], depth: int, ins: Tree, outs: Tree) -> Callable[..., Any]:
     for _ in range(depth):
         fn = jax.vmap(fn, in_axes=ins, out_axes=outs)
     return fn
@@ -216,7 +219,9 @@ def _distinct_sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(n + shape[:i].count(n) for i, n in enumerate(shape))
 
 
-def _named(path: tuple[Any, ...], one: jax.ShapeDtypeStruct, x: jax.Array, views: dict[str, TensorInfo]) -> Any:
+def _named(
+    path: tuple[Any, ...], one: jax.ShapeDtypeStruct, x: jax.Array, views: dict[str, TensorInfo]
+) -> jax.Array | NamedState:
     """Return a state of a parameter's layers with the logical axes that it shares with the parameter's view.
 
     Args:
@@ -247,7 +252,7 @@ def _remaining_axes(
     return None
 
 
-def _with_value(before: Any, after: jax.Array) -> Any:
+def _with_value(before: Tree, after: jax.Array) -> Tree:
     return dataclasses.replace(before, value=after) if is_named(before) else after
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def newton_schulz(
     y = (jnp.swapaxes(x, -1, -2) if tall else x).astype(jnp.float32)
     y = y / (jnp.sqrt(jnp.sum(jnp.square(y), axis=(-2, -1), keepdims=True)) + eps)
 
-    def step(_: Any, y: jax.Array) -> jax.Array:
+    def step(_: object, y: jax.Array) -> jax.Array:
         gram = y @ jnp.swapaxes(y, -1, -2)
         return a * y + (b * gram + c * (gram @ gram)) @ y
 
@@ -105,7 +105,10 @@ def scale_by_muon(
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
         fixed = optax.tree.bias_correction(mu, beta, optax.safe_increment(count) if nesterov else count)
         if nesterov:
-            ahead = lambda m, g: beta * m + (1 - beta) * g  # noqa: E731
+
+            def ahead(m: jax.Array, g: jax.Array) -> jax.Array:
+                return beta * m + (1 - beta) * g
+
             fixed = jax.tree.map(ahead, fixed, optax.tree.bias_correction(updates, beta, count))
         return jax.tree.map(one, infos, fixed), MuonState(count, mu)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -82,7 +82,7 @@ class Widenable(Protocol):
     def sizes(self) -> Any:
         """Sizes of the model, with `width` and `head_dim`."""
 
-    def at_width(self, width: int) -> Any:
+    def at_width(self, width: int) -> Widenable:
         """Return the config of the same model at another width.
 
         Args:
@@ -92,7 +92,7 @@ class Widenable(Protocol):
           ConfigError: there is no such model.
         """
 
-    def make(self, rngs: nnx.Rngs) -> Any:
+    def make(self, rngs: nnx.Rngs) -> nnx.Module:
         """Return the model.
 
         Args:
@@ -336,7 +336,7 @@ def by_group(parts: Mapping[float, optax.GradientTransformation], groups: Tree) 
     def init(params: Tree) -> Tree:
         return {_name(r): tx.init(_only(r, groups, params)) for r, tx in parts.items()}
 
-    def each(step: Any, state: Tree, *trees: Tree) -> tuple[Tree, Tree]:
+    def each(step: Callable[..., tuple[Tree, Tree]], state: Tree, *trees: Tree) -> tuple[Tree, Tree]:
         results = {
             r: step(tx, state[_name(r)], *(None if t is None else _only(r, groups, t) for t in trees))
             for r, tx in parts.items()
@@ -389,7 +389,7 @@ def _growth(dims: list[tuple[str | None, float]]) -> float:
     return math.prod(growth for _, growth in dims)
 
 
-def _infos(model: Any) -> dict[str, TensorInfo]:
+def _infos(model: Widenable) -> dict[str, TensorInfo]:
     return {i.path: i for i in jax.tree.leaves(abstract(lambda: model.make(nnx.Rngs(params=0)))[1])}
 
 

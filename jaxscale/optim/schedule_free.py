@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import optax
@@ -53,19 +53,25 @@ def averaged(opt_state: Tree, params: Tree) -> Tree:
 
 
 @jax.jit
-def _average(state: Any, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _average(state: ScheduleFreeState, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Return optax's average, computed in float32 and cast to each parameter's dtype."""
-    wide = lambda tree: optax.tree.cast(tree, jax.numpy.float32)  # noqa: E731
+
+    def wide(tree: Tree) -> Tree:
+        return optax.tree.cast(tree, jax.numpy.float32)
+
     x = schedule_free_eval_params(wide(state), wide(params))
     return jax.tree.map(lambda x, p: x.astype(p.dtype), x, params)
 
 
 def _schedule_free_states(opt_state: Tree) -> list[ScheduleFreeState]:
-    is_state = lambda s: isinstance(s, ScheduleFreeState)  # noqa: E731
+
+    def is_state(s: object) -> bool:
+        return isinstance(s, ScheduleFreeState)
+
     return [s for s in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(s)]
 
 
-def _check(optimizer: Any) -> None:
+def _check(optimizer: ScheduleFreeAdamW | ScheduleFreeSGD) -> None:
     if not 0 < optimizer.b1 < 1:
         name = type(optimizer).__name__
         raise ConfigError(f"{name}.b1 = {optimizer.b1}: must be above 0 and below 1, since y = (1 - b1) z + b1 x")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -142,13 +143,19 @@ def _one(
     direction = jnp.where(has_bases, _rotate(direction, rows, cols, back=True), 0.0)
     flipped = jnp.swapaxes(wide, -1, -2)
     rows, cols = _observe(rows, _dot(wide, flipped), b2), _observe(cols, _dot(flipped, wide), b2)
-    lay = lambda x, like: constrain(x.reshape(info.shape), *info.axes, kind="opt_state").astype(like.dtype)  # noqa: E731
+
+    def lay(x: jax.Array, like: jax.Array) -> jax.Array:
+        return constrain(x.reshape(info.shape), *info.axes, kind="opt_state").astype(like.dtype)
+
     return lay(direction, g), lay(m, mu), lay(v, nu), rows, cols
 
 
 def _rotate(x: jax.Array, rows: Side | None, cols: Side | None, back: bool = False) -> jax.Array:
     """Rotate matrices into the bases, or with `back` out of them."""
-    flip = lambda q, turn: jnp.swapaxes(q, -1, -2) if turn else q  # noqa: E731
+
+    def flip(q: jax.Array, turn: bool) -> jax.Array:
+        return jnp.swapaxes(q, -1, -2) if turn else q
+
     if rows is not None:
         x = _dot(flip(rows.basis.value, not back), x)
     if cols is not None:
@@ -169,11 +176,11 @@ def _with_new_bases(stage: jax.Array, sides: list[Side | None], frequency: int) 
     Named scopes tell the planner how often each stage runs (`jaxscale.plan.scopes`).
     """
 
-    def of(fn: Any, scope: str) -> list[jax.Array | None]:
+    def of(fn: Callable[[Side], jax.Array], scope: str) -> list[jax.Array | None]:
         with jax.named_scope(scope) if scope else contextlib.nullcontext():
             return [None if s is None else fn(s) for s in sides]
 
-    def decompose(fn: Any, s: Side, x: jax.Array) -> jax.Array:
+    def decompose(fn: Callable[[jax.Array], jax.Array], s: Side, x: jax.Array) -> jax.Array:
         return scatter_matrices(fn(gather_matrices(x, *s.gram.axes)), *s.gram.axes)
 
     def initial(s: Side) -> jax.Array:
@@ -187,7 +194,10 @@ def _with_new_bases(stage: jax.Array, sides: list[Side | None], frequency: int) 
 
     scopes = {"first_update": initial, f"every_{frequency}_updates": updated, "": unchanged}
     bases = jax.lax.switch(stage, [functools.partial(of, fn, scope) for scope, fn in scopes.items()])
-    put = lambda s, q: s._replace(basis=dataclasses.replace(s.basis, value=q))  # noqa: E731
+
+    def put(s: Side, q: jax.Array) -> Side:
+        return s._replace(basis=dataclasses.replace(s.basis, value=q))
+
     return [None if s is None else put(s, q) for s, q in zip(sides, bases, strict=True)]
 
 

@@ -21,7 +21,7 @@ Moment = Any
 """A state of one parameter: a float32 array of its shape, or a `Quantized`."""
 
 
-def is_quantized(x: Any) -> bool:
+def is_quantized(x: object) -> bool:
     """Return whether `x` is an 8-bit state (`Quantized`), for `is_leaf`.
 
     Args:
@@ -216,7 +216,10 @@ def convert(x: Moment, like: Moment) -> Moment:
       x: the state, an array or a `Quantized`.
       like: an array or a `Quantized` of the same shape; its values are not used.
     """
-    stored = lambda m: (m.tile, m.format, m.signed, m.flat) if is_quantized(m) else m.dtype  # noqa: E731
+
+    def stored(m: Moment) -> object:
+        return (m.tile, m.format, m.signed, m.flat) if is_quantized(m) else m.dtype
+
     if stored(x) == stored(like):
         return x
     value = dequantize_blockwise(_without_zeros(x)) if is_quantized(x) else x

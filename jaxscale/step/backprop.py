@@ -142,7 +142,10 @@ def make_loss_and_grads(
         parts = accumulate if stages is None else accumulate * stages.microbatches(rows // accumulate)
         weights = objective.weights(batch, parts)
         grad = jax.grad(value, has_aux=True) if stages is None else of_stages
-        like_params = lambda grads: jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)  # noqa: E731
+
+        def like_params(grads: Tree) -> Tree:
+            return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+
         if accumulate == 1:
             grads, terms = grad(params, batch, key, weights, frozen)
             return objective.metrics(terms | weights), lay_out(like_params(grads))

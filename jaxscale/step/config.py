@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import optax
@@ -201,7 +201,7 @@ class TrainConfig:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
-def _takes_keys(make: Any) -> bool:
+def _takes_keys(make: Callable[..., object]) -> bool:
     """Return whether a function can be called with one argument, as a model config's `make` is with random keys."""
     needed = [p for p in inspect.signature(make).parameters.values() if p.default is p.empty]
     return len([p for p in needed if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]) == 1

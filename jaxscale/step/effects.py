@@ -42,7 +42,7 @@ def without_effect(config: TrainConfig, blueprint: Blueprint) -> list[str]:
     return [*sentences, *_decays_twice(config), *_without_kernel(config, blueprint)]
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return getattr(value, "__name__", None) or repr(value)
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
+from jaxscale.layout import TensorInfo
 from jaxscale.optim import HostState, apply_gradients, averages
 from jaxscale.optim.base import Schedule
 from jaxscale.parallel import average_copies, each_copy, mean_copy, why_no_copies
@@ -56,12 +58,18 @@ class LocalSteps(Algorithm):
 
     def infos(self, blueprint: Blueprint) -> dict[str, Tree]:
         """Return the infos of `Algorithm`, each with a first dimension for the replicas."""
-        stacked = lambda i: dataclasses.replace(i, shape=(self.replicas, *i.shape), axes=("replicas", *i.axes))  # noqa: E731
+
+        def stacked(i: TensorInfo) -> TensorInfo:
+            return dataclasses.replace(i, shape=(self.replicas, *i.shape), axes=("replicas", *i.axes))
+
         return jax.tree.map(stacked, super().infos(blueprint))
 
     def init(self, blueprint: Blueprint, params: Tree) -> dict[str, Tree]:
         """Return equal initial parameters and states for all replicas."""
-        stacked = lambda x: jnp.broadcast_to(x, (self.replicas, *x.shape))  # noqa: E731
+
+        def stacked(x: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(x, (self.replicas, *x.shape))
+
         return jax.tree.map(stacked, super().init(blueprint, params))
 
     def step(
@@ -78,13 +86,18 @@ class LocalSteps(Algorithm):
         each = functools.partial(each_copy, layout=blueprint.layout)
 
         def loss_and_grads(params: Tree, batch: Batch, key: jax.Array, frozen: Tree) -> tuple[Metrics, Tree]:
-            key_of = lambda replica: jax.random.key_data(jax.random.fold_in(key, replica))  # noqa: E731
-            run = lambda frozen, key, *own: of_replica(*own, jax.random.wrap_key_data(key), frozen)  # noqa: E731
+
+            def key_of(replica: jax.Array) -> jax.Array:
+                return jax.random.key_data(jax.random.fold_in(key, replica))
+
+            def run(frozen: Tree, key: jax.Array, *own: Tree) -> tuple[Metrics, Tree]:
+                return of_replica(*own, jax.random.wrap_key_data(key), frozen)
+
             keys = jax.vmap(key_of)(jnp.arange(self.replicas))
             metrics, grads = each(run, frozen, keys, params, self._rows(batch))
             return jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics), grads
 
-        def apply(tx: Any, *trees: Tree) -> tuple[Tree, Tree]:
+        def apply(tx: optax.GradientTransformation, *trees: Tree) -> tuple[Tree, Tree]:
             return each(lambda _, *own: apply_gradients(tx, *own), {}, *trees)
 
         local_step = make_step(loss_and_grads, blueprint.tx, schedule, guards, apply=apply)
@@ -106,13 +119,19 @@ class LocalSteps(Algorithm):
 
     def copies(self, params: Tree, batch: Tree) -> Iterator[tuple[Tree, Tree]]:
         """Yield the parameters and rows of each replica."""
-        part = lambda r: jax.tree.map(lambda x: x[r], (params, self._rows(batch)))  # noqa: E731
+
+        def part(r: int) -> tuple[Tree, Tree]:
+            return jax.tree.map(lambda x: x[r], (params, self._rows(batch)))
+
         return map(part, range(self.replicas))
 
     def check(self, config: TrainConfig, blueprint: Blueprint) -> None:
         """Check the optimizer, the layout, and that replicas and devices divide the batch."""
         layout, state = config.layout, super().infos(blueprint)["opt_state"]
-        on_host = lambda s: isinstance(s, HostState)  # noqa: E731
+
+        def on_host(s: object) -> bool:
+            return isinstance(s, HostState)
+
         if averages(state) or any(on_host(s) for s in jax.tree.leaves(state, is_leaf=on_host)):
             raise ConfigError(f"LocalSteps does not work with {type(config.optimizer).__name__}; use AdamW()")
         if why := why_no_copies(layout, self.replicas):

@@ -184,8 +184,13 @@ class LowRank:
         base_dtype = self.lora.base_dtype
         if base_dtype is None:
             return self.infos
-        matrix = lambda i: len([a for a in i.axes if a != "layers"]) > 1  # noqa: E731
-        cast = lambda i: dataclasses.replace(i, dtype=jnp.dtype(base_dtype)) if matrix(i) else i  # noqa: E731
+
+        def matrix(i: TensorInfo) -> bool:
+            return len([a for a in i.axes if a != "layers"]) > 1
+
+        def cast(i: TensorInfo) -> TensorInfo:
+            return dataclasses.replace(i, dtype=jnp.dtype(base_dtype)) if matrix(i) else i
+
         return jax.tree.map(cast, self.infos)
 
     @property
@@ -251,7 +256,7 @@ def _projections(graphdef: nnx.GraphDef[Any], infos: Tree) -> Iterator[Site]:
             yield Site(tuple(p.key for p in path), info, module.axes, len(module.contracted))
 
 
-def _get(tree: Any, keys: tuple[Any, ...]) -> Any:
+def _get(tree: Tree, keys: tuple[Any, ...]) -> Tree:
     for key in keys:
         tree = tree[key]
     return tree

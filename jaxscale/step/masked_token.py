@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Int, UInt
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
-from jaxscale.models.base import is_causal, vocab_of
+from jaxscale.models.base import LanguageModel, is_causal, vocab_of
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import Batch, NextToken, Totals
 
@@ -52,7 +53,9 @@ class MaskedToken(NextToken):
         totals = super().weights({"weights": _counted(batch)}, parts)
         return {**totals, "tokens": totals["tokens"] * self.rate}
 
-    def terms(self, model: Any, batch: Batch, *, key: Array | None = None, reference: Any = None) -> Totals:
+    def terms(
+        self, model: LanguageModel, batch: Batch, *, key: Array | None = None, reference: nnx.Module | None = None
+    ) -> Totals:
         """Return the sums of `NextToken` over masked tokens."""
         masks = jax.random.key(0) if key is None else jax.random.fold_in(key, _STREAM)
         width = batch["tokens"].shape[1:]

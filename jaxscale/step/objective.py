@@ -13,11 +13,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxscale.config import meant, register
 from jaxscale.errors import ConfigError
-from jaxscale.models.base import LanguageModelConfig, arrange, hidden_and_stats, is_causal, order_of, vocab_of
+from jaxscale.models.base import (
+    LanguageModel,
+    LanguageModelConfig,
+    arrange,
+    hidden_and_stats,
+    is_causal,
+    order_of,
+    vocab_of,
+)
 from jaxscale.nn import Stats, auxiliary_loss
 from jaxscale.nn import metrics as layer_metrics
 from jaxscale.parallel import as_weight
@@ -189,7 +198,9 @@ class NextToken(Objective):
         """Return the sum of the tokens' weights, and `parts`."""
         return {"tokens": jnp.sum(batch["weights"]), "parts": jnp.asarray(parts, jnp.float32)}
 
-    def terms(self, model: Any, batch: Batch, *, key: Array | None = None, reference: Any = None) -> Totals:
+    def terms(
+        self, model: LanguageModel, batch: Batch, *, key: Array | None = None, reference: nnx.Module | None = None
+    ) -> Totals:
         """Return the weighted sums of the cross-entropy and the squared log-partition, and statistics of layers."""
         order = order_of(model, batch["tokens"].shape[1])
         if order is not None:  # the order of tokens need not be restored, since terms are sums over them
@@ -199,7 +210,9 @@ class NextToken(Objective):
         hidden, stats = hidden_and_stats(model, batch["tokens"], key=key, **inputs)
         return self.of_hidden(model, hidden, stats, batch)
 
-    def of_hidden(self, model: Any, hidden: Float[Array, "b s e"], stats: Stats, batch: Batch, **vocab: int) -> Totals:
+    def of_hidden(
+        self, model: LanguageModel, hidden: Float[Array, "b s e"], stats: Stats, batch: Batch, **vocab: int
+    ) -> Totals:
         """Return `terms` from the final hidden states, as the last pipeline stage needs it.
 
         Args:
@@ -242,7 +255,9 @@ class NextToken(Objective):
         return self.loss.describe(vocab_of(config.model))
 
 
-def terms_of(objective: Objective, model: Any, batch: Batch, *, key: Array | None = None, reference: Any) -> Totals:
+def terms_of(
+    objective: Objective, model: nnx.Module, batch: Batch, *, key: Array | None = None, reference: nnx.Module | None
+) -> Totals:
     """Return `Objective.terms`, passing the reference if the objective takes one.
 
     Args:

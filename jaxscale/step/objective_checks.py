@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.errors import ConfigError
-from jaxscale.step.objective import Input, NextToken, Objective, check_additive
+from jaxscale.step.objective import Input, NextToken, Objective, Totals, check_additive
 
 if TYPE_CHECKING:
     from jaxscale.step.config import TrainConfig
@@ -54,7 +54,7 @@ def check_objective_of(config: TrainConfig) -> None:
     _check_groups(config, name)
 
 
-def _check_input(where: str, array: str, declared: Any) -> None:
+def _check_input(where: str, array: str, declared: object) -> None:
     if not isinstance(declared, Input):
         raise ConfigError(f"{where} is {declared!r}; give an Input, such as Input((5,), 'float32', (None,))")
     if array == "rows":
@@ -94,7 +94,7 @@ def _check_groups(config: TrainConfig, name: str) -> None:
         )
 
 
-def merge_totals(objective: Objective, terms: Any, weights: Any) -> dict[str, Any]:
+def merge_totals(objective: Objective, terms: object, weights: object) -> dict[str, Any]:
     """Return terms and weights as one dict, the argument of `Objective.value`.
 
     Args:
@@ -117,7 +117,7 @@ def merge_totals(objective: Objective, terms: Any, weights: Any) -> dict[str, An
     return {**terms, **weights}
 
 
-def check_numbers(objective: Objective, value: Any, metrics: Any) -> None:
+def check_numbers(objective: Objective, value: object, metrics: object) -> None:
     """Check an objective's value and metrics.
 
     Args:
@@ -148,7 +148,7 @@ def check_numbers(objective: Objective, value: Any, metrics: Any) -> None:
             raise ConfigError(f"{name} has no metric '{k}', which is required; it has {', '.join(metrics)}")
 
 
-def check_linear(objective: Objective, terms: Any, weights: Any, setting: str, remedy: str) -> None:
+def check_linear(objective: Objective, terms: Totals, weights: Totals, setting: str, remedy: str) -> None:
     """Check that an objective's value is linear in its terms: its gradient is the same at two random points.
 
     Args:
@@ -166,7 +166,7 @@ def check_linear(objective: Objective, terms: Any, weights: Any, setting: str, r
         return
     rng = np.random.default_rng(0)
 
-    def draw(shapes: Any) -> Any:
+    def draw(shapes: Totals) -> Totals:
         return jax.tree.map(lambda x: jnp.asarray(rng.uniform(1, 2, x.shape)).astype(x.dtype), shapes)
 
     fixed = draw(weights)
@@ -181,7 +181,7 @@ def check_linear(objective: Objective, terms: Any, weights: Any, setting: str, r
             )
 
 
-def _mapping(x: Any, method: str) -> dict[str, Any]:
+def _mapping(x: object, method: str) -> dict[str, Any]:
     if not isinstance(x, Mapping) or not x or not all(isinstance(k, str) for k in x):
         raise ConfigError(f"{method} returns {x!r}; return a dict with at least one entry, by name")
     return dict(x)

@@ -12,8 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
+from jaxtyping import Int
 
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import Layout, Table, TensorInfo, constrain, fill, path_name, simulate, unfill
@@ -319,14 +321,19 @@ class Pipelined:
     def _ends(self) -> Tree:
         return {name: i for name, i in self.blueprint.infos.items() if name != "runs"}
 
-    def _execute(self, table: Table, params: Tree, batch: Batch, key: jax.Array | None, weights: Totals) -> Any:
+    def _execute(
+        self, table: Table, params: Tree, batch: Batch, key: jax.Array | None, weights: Totals
+    ) -> tuple[Any, ...]:
         end_infos = self._ends
         ends = _by_module(lambda p, i: fill(p, *i.axes), {name: params[name] for name in end_infos}, end_infos)
         chunks = {
             name: _by_module(lambda p, i, n=n: self.stages.spread(n, p, i.axes), params["runs"][name], infos)
             for n, (name, infos) in enumerate(self._runs)
         }
-        axes = lambda infos: jax.tree.map(lambda i: i.axes, infos)  # noqa: E731
+
+        def axes(infos: Tree) -> Tree:
+            return jax.tree.map(lambda i: i.axes, infos)
+
         infos = dict(self._runs)
         whole = nnx.merge(self.blueprint.graphdef, params)
         order = order_of(whole, batch["tokens"].shape[1])
@@ -359,11 +366,11 @@ class Pipelined:
         return PartitionSpec(*("pipeline" if cut and a == "vocab" else None for a in axes))
 
     def _stageable(
-        self, runs: Tree, axes: Tree, end_axes: Tree, order: Any, reported: Stats, of_loss: Tree
+        self, runs: Tree, axes: Tree, end_axes: Tree, order: Int[np.ndarray, "s"] | None, reported: Stats, of_loss: Tree
     ) -> Stageable:
         graphdef, objective, stages = self.blueprint.graphdef, self.objective, self.stages
 
-        def whole(ends: Tree, chunks: Tree) -> Any:
+        def whole(ends: Tree, chunks: Tree) -> StageableModel:
             return nnx.merge(graphdef, {**ends, "runs": chunks})
 
         structure = jax.tree.map(lambda a: jnp.zeros((0,), a.dtype), runs)  # placeholders: the ends use no layer

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,11 +27,11 @@ from jaxscale.models.base import ChecksRows, CutsSequences, LanguageModelConfig,
 from jaxscale.optim import balanced, chain, state_infos, without_biases
 from jaxscale.optim.base import Schedule
 from jaxscale.parallel import why_no_gathers
-from jaxscale.step.algorithm import Step
+from jaxscale.step.algorithm import Step, Tree
 from jaxscale.step.backprop import numbered
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.effects import without_effect
-from jaxscale.step.objective import terms_of
+from jaxscale.step.objective import Totals, terms_of
 from jaxscale.step.objective_checks import check_linear, check_numbers, merge_totals
 from jaxscale.step.pipeline import pipelined
 from jaxscale.step.state import Blueprint, describe_model, make_params
@@ -172,13 +172,13 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Schedule | None]:
     return Blueprint(graphdef, infos, tx, config.layout, make, config.guards, **more), schedule
 
 
-def _inferred(config: TrainConfig, graphdef: nnx.GraphDef[Any], infos: Any) -> Any:
+def _inferred(config: TrainConfig, graphdef: nnx.GraphDef[Any], infos: Tree) -> Tree:
     """Infer logical axes of a model that has none, from its traced objective; one device needs none."""
     layout = config.layout
     if layout is None or layout.devices == 1:
         return infos
 
-    def value(params: Any, batch: Any) -> Any:
+    def value(params: Tree, batch: Mapping[str, jax.Array]) -> jax.Array:
         return _value(config, nnx.merge(graphdef, params), batch)
 
     named = infer_names(value, _shapes(infos), abstract_inputs(config), tensor=layout.sizes["tensor"])
@@ -186,7 +186,7 @@ def _inferred(config: TrainConfig, graphdef: nnx.GraphDef[Any], infos: Any) -> A
     return named.infos
 
 
-def _shapes(tree: Any) -> Any:
+def _shapes(tree: Tree) -> Tree:
     """Return the shapes and dtypes of a tree of arrays or `TensorInfo`s."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
@@ -212,7 +212,7 @@ def abstract_inputs(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def _value(config: TrainConfig, model: Any, batch: Any) -> Any:
+def _value(config: TrainConfig, model: nnx.Module, batch: Mapping[str, jax.Array]) -> jax.Array:
     """Return the value of the objective on one batch, after checks of its results."""
     objective, batch = config.objective, numbered(batch)
     terms = terms_of(objective, model, batch, reference=model)
@@ -501,7 +501,7 @@ def _trace(blueprint: Blueprint, config: TrainConfig) -> None:
     """Trace the model and the objective, so that errors about shapes are raised before compiling."""
     objective = config.objective
 
-    def totals(params: Any, frozen: Any, batch: Any) -> Any:
+    def totals(params: Tree, frozen: Tree, batch: Mapping[str, jax.Array]) -> tuple[Totals, Totals]:
         model, batch = nnx.merge(blueprint.graphdef, blueprint.model_params(params, frozen)), numbered(batch)
         terms = terms_of(objective, model, batch, reference=blueprint.reference_of(frozen))
         weights = objective.weights(batch, config.accumulate)
@@ -524,7 +524,7 @@ def _trace(blueprint: Blueprint, config: TrainConfig) -> None:
 def _clip(norm: float) -> optax.GradientTransformation:
     """Return `optax.clip_by_global_norm` with the norm computed in float32."""
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
         total = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), updates))
         factor = jnp.minimum(1.0, norm / jnp.maximum(total, 1e-12))
         return jax.tree.map(lambda g: (g * factor).astype(g.dtype), updates), state

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxscale.layout import Layout, abstract, shardings_of
+from jaxscale.layout import Layout, TensorInfo, abstract, shardings_of
 from jaxscale.models import ModelConfig
 from jaxscale.optim import check_state, place_state
 from jaxscale.step.adaptation import Adaptation
@@ -108,10 +108,13 @@ class Blueprint:
         """A `TensorInfo` per array of `TrainState.frozen`: parameters beside adapters, or for reference."""
         if self.adaptation is not None:
             return self.adaptation.base
-        named = lambda i: dataclasses.replace(i, path=f"reference/{i.path}")  # noqa: E731
+
+        def named(i: TensorInfo) -> TensorInfo:
+            return dataclasses.replace(i, path=f"reference/{i.path}")
+
         return jax.tree.map(named, self.infos) if self.reference else {}
 
-    def reference_of(self, frozen: Tree = None) -> Any:
+    def reference_of(self, frozen: Tree = None) -> nnx.Module | None:
         """Return the reference model for the objective, or `None` if it needs none.
 
         Args:

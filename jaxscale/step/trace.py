@@ -135,7 +135,7 @@ def _marks(values: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _mark(x: Any) -> Any:
+def _mark(x: jax.Array) -> jax.Array:
     infinite = jnp.where(x > 0, ABOVE, BELOW).astype(jnp.int32)
     return jnp.where(jnp.isnan(x), np.int32(NAN), jnp.where(jnp.isinf(x), infinite, np.int32(0)))
 
@@ -146,7 +146,7 @@ def _is_origin(operands: Sequence[Any], results: Sequence[Any]) -> bool:
     return bool(out & NAN and not into & NAN or out & ABOVE and not into)
 
 
-def _is_float(x: Any) -> bool:
+def _is_float(x: object) -> bool:
     return jnp.issubdtype(getattr(x, "dtype", type(x)), jnp.floating)
 
 

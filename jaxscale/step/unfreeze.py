@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, near
-from jaxscale.layout import Layout
+from jaxscale.layout import Layout, TensorInfo
 from jaxscale.step.adaptation import Adapters
 
 Tree = Any
@@ -99,7 +99,10 @@ class Subset:
     @property
     def base(self) -> Tree:
         """A `TensorInfo` per frozen parameter."""
-        named = lambda i: dataclasses.replace(i, path=f"frozen/{i.path}") if i.path in self.chosen else i  # noqa: E731
+
+        def named(i: TensorInfo) -> TensorInfo:
+            return dataclasses.replace(i, path=f"frozen/{i.path}") if i.path in self.chosen else i
+
         return jax.tree.map(named, self.infos) if self.reference else self._part(self.infos, trained=False)
 
     def freeze(self, read: Callable[[Tree], Tree], layout: Layout | None) -> Tree:
@@ -132,7 +135,7 @@ class Subset:
         return f"{sizes[0]:,} of {sizes[1]:,} parameters are trained: {', '.join(names)}"
 
     def _part(self, tree: Tree, *, trained: bool) -> Tree:
-        def pick(infos: Any, values: Any) -> Any:
+        def pick(infos: Tree, values: Tree) -> Tree:
             if not isinstance(infos, dict):
                 return values if (infos.path in self.chosen) == trained else None
             picked = {k: pick(infos[k], values[k]) for k in infos}
@@ -141,7 +144,7 @@ class Subset:
         return pick(self.infos, tree) or {}
 
 
-def _merged(below: Any, above: Any) -> Any:
+def _merged(below: Tree, above: Tree) -> Tree:
     if not isinstance(below, dict) or not isinstance(above, dict):
         return above
     keys = [*below, *(k for k in above if k not in below)]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
+from jaxscale.layout import TensorInfo
 from jaxscale.optim import averages, state_infos
 from jaxscale.optim.base import Schedule
 from jaxscale.step.algorithm import NEXT_TOKEN, Algorithm, Metrics, Step, Tree
@@ -57,7 +58,10 @@ class WeightEMA(Algorithm):
     def infos(self, blueprint: Blueprint) -> dict[str, Tree]:
         """Return the inner algorithm's infos, with the float32 average in "extra"."""
         infos = self.inner.infos(blueprint)
-        wide = lambda i: dataclasses.replace(i, path=f"average/{i.path}", dtype=jnp.dtype("float32"))  # noqa: E731
+
+        def wide(i: TensorInfo) -> TensorInfo:
+            return dataclasses.replace(i, path=f"average/{i.path}", dtype=jnp.dtype("float32"))
+
         return {**infos, "extra": {**infos["extra"], "average": jax.tree.map(wide, infos["params"])}}
 
     def init(self, blueprint: Blueprint, params: Tree) -> dict[str, Tree]:
@@ -81,7 +85,10 @@ class WeightEMA(Algorithm):
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             state, metrics = inner(state, batch)
             with jax.named_scope("weight_ema"):
-                mix = lambda a, p: self.decay * a + (1 - self.decay) * p.astype(jnp.float32)  # noqa: E731
+
+                def mix(a: jax.Array, p: jax.Array) -> jax.Array:
+                    return self.decay * a + (1 - self.decay) * p.astype(jnp.float32)
+
                 average = jax.tree.map(mix, state.extra["average"], state.params)
             return state.replace(extra={**state.extra, "average": average}), metrics
 
@@ -89,7 +96,10 @@ class WeightEMA(Algorithm):
 
     def weights(self, state: TrainState) -> Tree:
         """Return the average, in the parameters' dtypes."""
-        like = lambda a, p: jax.device_put(a.astype(p.dtype), p.sharding)  # noqa: E731
+
+        def like(a: jax.Array, p: jax.Array) -> jax.Array:
+            return jax.device_put(a.astype(p.dtype), p.sharding)
+
         average = jax.tree.map(like, state.extra["average"], state.params)
         return self.inner.weights(state.replace(params=average))
 

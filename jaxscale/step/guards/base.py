@@ -256,7 +256,10 @@ def with_memory(guards: Sequence[Guard], saved: Tree, sharding: jax.sharding.Sha
       saved: memory from a checkpoint, by name of guard.
       sharding: sharding of initial memory.
     """
-    shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
+
+    def shapes(tree: Tree) -> Tree:
+        return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
     first = memory_of(guards)
     return {
         name: saved[name] if name in saved and shapes(saved[name]) == shapes(new) else jax.device_put(new, sharding)

@@ -65,6 +65,6 @@ def _nonfinite_anywhere(tree: Tree) -> Bool[Array, ""]:
     return anywhere(~all_finite(tree))
 
 
-def _on_host(x: Any) -> bool:
+def _on_host(x: jax.Array) -> bool:
     """Return whether an array is in host memory, where compiled programs cannot compute with it."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host

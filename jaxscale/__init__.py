@@ -1,10 +1,10 @@
-"""jaxscale: names go in, a layout lays them on devices, `jit` does the rest.
+"""jaxscale: models name the axes of their arrays, a layout shards them over devices, `jit` does the rest.
 
     import jaxscale as js
     js.simulate_devices(8)
     run = js.fit(layout=js.Layout("data=2,fsdp=2,tensor=2"), data=js.data.python_stdlib(), steps=200)
 
-Everything here loads when it is first used.
+Everything here is imported on first use.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def load(path: str) -> Run:
       path: the run folder.
 
     Raises:
-      RunError: the folder is no run.
+      RunError: the folder is not a run.
     """
     from jaxscale.run import Run
 

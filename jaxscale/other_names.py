@@ -1,4 +1,4 @@
-"""What MaxText, Levanter, TorchTitan, Hugging Face and their like call the things that we have, for error messages."""
+"""Names of settings in MaxText, Levanter, TorchTitan, Hugging Face and others, for suggestions in error messages."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ quiet: silent
 
 
 def fold(name: str) -> str:
-    """A name without its capitals, strokes and what other programs add: `ici_tensor_parallelism` is `tensor`."""
+    """Return a name in lower case without punctuation and common affixes: `ici_tensor_parallelism` is `tensor`."""
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
     return re.sub(r"^(?:ici|dcn)(?=.)|(?<=.)(?:parallelism|paralleldegree|paralleldim|degree|parallel)$", "", plain)
 
@@ -147,16 +147,16 @@ def _read() -> dict[str, tuple[str, ...]]:
 
 
 OURS = _read()
-"""Folded names of other programs -> ours; with a dot, a binding, and else whatever has that name."""
+"""Folded names of other programs -> ours. Ours is a binding if it has a dot, else any name."""
 
 
 def same(word: str, known: Iterable[str], *, bindings: bool = False) -> list[str]:
-    """The known names that mean the same as a word: spelt otherwise, or as another program has it.
+    """Return the known names that mean the same as a word: another spelling of it, or another program's name.
 
     Args:
-      word: what somebody wrote.
-      known: what could stand there.
-      bindings: whether a binding of something else, as `Layout.mesh`, answers where no known name does.
+      word: the unknown name.
+      known: the valid names.
+      bindings: if no known name matches, also return bindings of other parts, such as `Layout.mesh`.
     """
     known = sorted(set(known))
     spelt = [name for name in known if fold(name) == fold(word)]

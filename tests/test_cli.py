@@ -1,4 +1,4 @@
-"""The command line: what a person types, what comes out, and one sentence for every mistake."""
+"""The command line: commands, their output, and one sentence for every mistake."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gin(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def transformer_gin(tmp_path_factory):
-    """The gin file of the run that `finished_run` is."""
+    """The gin file of `finished_run`."""
     return write_gin(tmp_path_factory.mktemp("transformer") / "small.gin")
 
 
@@ -49,7 +49,7 @@ def folder(gin, tmp_path_factory):
 
 @pytest.fixture
 def finished(folder, tmp_path):
-    """A copy of that run, to be changed."""
+    """A copy of that run, to modify."""
     return js.Run(shutil.copytree(folder, tmp_path / "copy"))
 
 
@@ -61,7 +61,7 @@ def own_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(capfd):
-    """Runs a command in this process: its exit code, what it printed, and what it complained of."""
+    """Run a command in this process: its exit code, stdout and stderr."""
 
     def call(*argv):
         code = main([str(a) for a in argv])
@@ -73,7 +73,7 @@ def run(capfd):
 
 @pytest.fixture
 def refused(run):
-    """A command that must fail with one sentence that holds these words, and leave nothing behind."""
+    """Run a command that must fail with one sentence with these words, and write no files."""
 
     def call(*argv, words):
         code, out, err = run(*argv)
@@ -115,18 +115,18 @@ def test_train_prints_a_sample_when_asked_for(run, gin):
 
 
 def test_nothing_is_said_of_the_time_left_before_a_step_without_compiling_was_taken():
-    said = []
+    seconds_left = []
     loop = Loop.__new__(Loop)
     loop.spent, loop.timed, loop.last, loop.peak = 1e-9, 0, 8, None
-    loop.reporter = types.SimpleNamespace(step=lambda row, last, left, share: said.append(left))
+    loop.reporter = types.SimpleNamespace(step=lambda row, last, left, share: seconds_left.append(left))
     loop._write({"step": 1}, [])
     loop.spent, loop.timed = 6.0, 3
     loop._write({"step": 4}, [])
-    assert said == [None, 8.0]
+    assert seconds_left == [None, 8.0]
     out = io.StringIO()
     reporter = Reporter()
     reporter.console = Console(file=out, width=200)
-    for left in said:
+    for left in seconds_left:
         reporter.step({"step": 8, "loss": 1, "tokens_per_second": 1, "model_flops_per_second": 1}, 8, left, None)
     first, second = out.getvalue().splitlines()
     assert "left" not in first and second.endswith(" · 0:08 left")
@@ -204,7 +204,7 @@ def test_an_interrupt_leaves_a_checkpoint_and_resume_finishes(run, transformer_g
     assert js.load("x").info["status"] == "finished"
 
 
-# --- parts of one's own ---------------------------------------------------------------------------------------------
+# --- user-defined parts ---------------------------------------------------------------------------------------------
 
 OWN = """
 import dataclasses

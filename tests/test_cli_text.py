@@ -1,4 +1,4 @@
-"""What a person meets who wants text out of a model, or to know what it is worth."""
+"""The commands `sample` and `eval`, which generate text and evaluate a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def own_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(capfd):
-    """Runs a command in this process: its exit code, what it printed, and what it complained of."""
+    """Run a command in this process: its exit code, stdout and stderr."""
 
     def call(*argv):
         code = main([str(a) for a in argv])
@@ -47,21 +47,21 @@ def test_eval_says_and_writes_a_perplexity_and_never_overwrites_one(run, folder)
     assert (code, err) == (0, "")
     assert "1 documents, 81 tokens, windows every 8 of 16, step 4" in out
     first = folder / "eval" / "perplexity-1.json"
-    found = json.loads(first.read_text())
-    assert f"per token {found['perplexity_per_token']:.4f}" in out and f"written to {first}" in out
-    assert found["files"] == ["book.txt"] and found["tokens"] == found["bytes"] == 81 and found["words"] == 18
+    result = json.loads(first.read_text())
+    assert f"per token {result['perplexity_per_token']:.4f}" in out and f"written to {first}" in out
+    assert result["files"] == ["book.txt"] and result["tokens"] == result["bytes"] == 81 and result["words"] == 18
     before = first.read_bytes()
     run("eval", folder, "book.txt", "--mesh", "tensor=2", "--stride", 8)
     assert first.read_bytes() == before
     again = json.loads((folder / "eval" / "perplexity-2.json").read_text())
-    assert again["mesh"] == "tensor=2" and again["nats"] == pytest.approx(found["nats"], rel=1e-6)
+    assert again["mesh"] == "tensor=2" and again["nats"] == pytest.approx(result["nats"], rel=1e-6)
 
 
 def test_eval_asks_questions(run, folder):
     code, out, _ = run("eval", folder, "--choices", "quiz.jsonl", "--out", "found.json")
-    found = json.loads(Path("found.json").read_text())
-    assert code == 0 and found["questions"] == 3 and len(set(found["right"])) == 1
-    share, error = float(found["right"][0]), 0.0
+    result = json.loads(Path("found.json").read_text())
+    assert code == 0 and result["questions"] == 3 and len(set(result["right"])) == 1
+    share, error = float(result["right"][0]), 0.0
     assert f"accuracy: {share:.4f} ± {error:.4f} (3 questions)" in out
     assert re.search(r"accuracy, normalised: [01]\.0000 ± 0\.0000", out)
 
@@ -121,9 +121,9 @@ def test_sample_writes_json(run, finished_run):
     rows = [json.loads(line) for line in out.splitlines()]
     assert [r["prompt"] for r in rows] == ["def \nf", "é"]
     for row in rows:
-        found = js.load(finished_run.path).generate(row["prompt"], max_tokens=5, temperature=0.8, logprobs=2)
-        assert (row["text"], tuple(row["ids"]), row["tokens"]) == (found.text, found.ids, len(found.ids))
-        assert row["top"][0][0] == pytest.approx(found.top[0][0], abs=1e-5)  # side by side, or alone
+        result = js.load(finished_run.path).generate(row["prompt"], max_tokens=5, temperature=0.8, logprobs=2)
+        assert (row["text"], tuple(row["ids"]), row["tokens"]) == (result.text, result.ids, len(result.ids))
+        assert row["top"][0][0] == pytest.approx(result.top[0][0], abs=1e-5)  # in a batch and alone
 
 
 def test_sample_takes_a_draft_and_a_mesh(run, finished_run):
@@ -193,9 +193,9 @@ def test_commands_keep_weights_in_the_form_of_a_module_of_ones_own(run, folder, 
     code, _, err = run("eval", folder, "book.txt", "--out", "rounded.json", *chosen)
     assert code == 0, err
     run("eval", folder, "book.txt", "--out", "plain.json")
-    found, plain = (json.loads(Path(f).read_text()) for f in ("rounded.json", "plain.json"))
-    assert found["weights"] == "Rounded(digits=1)" and plain["weights"] is None
-    assert found["nats"] == perplexity(js.load(folder), ["book.txt"], weights=rounded).nats != plain["nats"]
+    result, plain = (json.loads(Path(f).read_text()) for f in ("rounded.json", "plain.json"))
+    assert result["weights"] == "Rounded(digits=1)" and plain["weights"] is None
+    assert result["nats"] == perplexity(js.load(folder), ["book.txt"], weights=rounded).nats != plain["nats"]
     for wrong, words in (
         (
             ["--weights", "Runded"],
@@ -206,8 +206,8 @@ def test_commands_keep_weights_in_the_form_of_a_module_of_ones_own(run, folder, 
     ):
         code, out, err = run("sample", folder, *wrong)
         assert code == 2 and re.fullmatch(r"jaxscale: [^\n]+\n", err) and words in err, err
-    taken = []
-    monkeypatch.setattr("jaxscale.infer.serve.engine_of", lambda *_, weights, **__: taken.append(weights) or 1 / 0)
+    used = []
+    monkeypatch.setattr("jaxscale.infer.serve.engine_of", lambda *_, weights, **__: used.append(weights) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run("serve", folder, "--port", "0", *chosen)
-    assert taken == [rounded]
+    assert used == [rounded]

@@ -1,4 +1,4 @@
-"""jaxscale.config: what loads, what is refused and how it is said, and that written text rebuilds equal values."""
+"""jaxscale.config: what it loads and refuses, its error messages, and that written text rebuilds equal values."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ MODEL = "t_fit.model = @t_Decoder()"
 def refused(*bindings: str, **kwargs) -> str:
     with pytest.raises(ConfigError) as caught:
         config.load(bindings=bindings, **kwargs)
-    said = str(caught.value)
-    assert "\n" not in said
-    return said
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
 
 
 def round_trip(**values):
@@ -225,11 +225,11 @@ def test_bindings_that_nothing_reads_are_listed():
     assert config.unused() == ["big/t_Decoder.depth", "t_Rotary.theta", "t_fit.lr", "w"]
 
 
-# --- what is refused, in one sentence each
+# --- refused bindings, in one sentence each
 
 
 @pytest.mark.parametrize(
-    "line, said",
+    "line, message",
     [
         ("t_fitt.lr = 1", "nothing is registered as 't_fitt'; did you mean 't_fit'"),
         ("t_fit.lrr = 1", "'t_fit' has no parameter 'lrr'; did you mean 'lr'"),
@@ -261,8 +261,8 @@ def test_bindings_that_nothing_reads_are_listed():
         ("from __gin__ import dynamic_registration", "is refused; register objects in Python instead"),
     ],
 )
-def test_a_bad_line_is_one_sentence(line, said):
-    assert said in refused(line)
+def test_a_bad_line_is_one_sentence(line, message):
+    assert message in refused(line)
 
 
 @pytest.mark.parametrize(
@@ -295,11 +295,11 @@ def test_a_macro_is_checked_against_what_reads_it():
 def test_an_error_names_file_and_line(tmp_path):
     path = tmp_path / "a.gin"
     wrong = (("t_fit.lrr = 1", "no parameter"), ("t_fit.lr = )", "parse"), ("t_fit.lr = 'x'", "must be float"))
-    for line, said in wrong:
+    for line, message in wrong:
         path.write_text(f"# a comment\n\n{line}\n")
         with pytest.raises(ConfigError) as caught:
             config.load([path])
-        assert str(caught.value).startswith(f"{path}:3: ") and said in str(caught.value)
+        assert str(caught.value).startswith(f"{path}:3: ") and message in str(caught.value)
 
 
 def test_a_missing_file_suggests_its_neighbours(tmp_path):
@@ -366,7 +366,7 @@ def test_a_bare_word_becomes_a_string(value, binding):
 
 
 @pytest.mark.parametrize(
-    "argv, said",
+    "argv, message",
     [
         (["--gin.t_fit.betas=(1, 2"], "the value of --gin.t_fit.betas=(1, 2 cannot be parsed"),
         (["--gin.t_fit.lr"], "--gin.t_fit.lr needs a value"),
@@ -375,10 +375,10 @@ def test_a_bare_word_becomes_a_string(value, binding):
         (["--gin.=1"], "the name of --gin.=1 cannot be parsed"),
     ],
 )
-def test_a_malformed_override_is_refused(argv, said):
+def test_a_malformed_override_is_refused(argv, message):
     with pytest.raises(ConfigError) as caught:
         config.split_overrides(argv)
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
 
 
 # --- writing

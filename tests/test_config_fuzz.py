@@ -18,12 +18,12 @@ def test_of_the_files_as_shipped_nothing_is_said(file):
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_every_mistake_is_named(kind):
-    asked = [(one, ask(one)) for one in chosen(60, seed=1) if one.kind == kind]
-    assert asked
-    assert not [f"{one.file}: {one.change}: {v.outcome}: {v.message}" for one, v in asked if not v.good]
+    verdicts = [(one, ask(one)) for one in chosen(60, seed=1) if one.kind == kind]
+    assert verdicts
+    assert not [f"{one.file}: {one.change}: {v.outcome}: {v.message}" for one, v in verdicts if not v.good]
 
 
 def test_what_is_no_mistake_is_seen_as_silent():
-    """So that silence is told apart."""
+    """A valid change is classified as silent, so an unnoticed mistake would be too."""
     text = FILES[0].read_text()
     assert not ask(Mutation("none", "", f"{text}\ntrain.seed = 3\n", ("seed",), "")).good

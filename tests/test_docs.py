@@ -1,4 +1,4 @@
-"""Commands and bindings that hand-written pages show exist (tests/test_links.py checks their links)."""
+"""The commands and bindings in hand-written pages exist (tests/test_links.py checks their links)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"] + [
     if not {*page.relative_to(ROOT).parts, page.stem} & {*GENERATED, "_build"}
 ]
 READERS_OWN = {"MyFormat", "MyRecurrence", "NAME"}
-"""Names in examples that stand for parts of the reader's own."""
+"""Names in examples that stand for the reader's own parts."""
 
 
 def blocks(text: str) -> str:
-    """The blocks of code, a continued line in one."""
+    """The blocks of code, with continued lines joined."""
     return "\n".join(re.findall(r"^ *```.*?\n(.*?)^ *```", text, flags=re.S | re.M)).replace("\\\n", " ")
 
 
@@ -34,7 +34,7 @@ def prose(text: str) -> str:
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
-    """Every command's parser; of actions as "checkpoint verify"."""
+    """Every command's parser; actions have names such as "checkpoint verify"."""
 
     def below(parser: argparse.ArgumentParser, prefix: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
         for action in parser._actions:
@@ -71,7 +71,7 @@ def test_bindings_in_pages_exist():
     settings = {item.name: {setting.name for setting in item.settings} for item in described()}
     wrong = []
     for page in PAGES:
-        text = re.sub(r"^\$ .*", "", page.read_text(), flags=re.M)  # these show what an error says
+        text = re.sub(r"^\$ .*", "", page.read_text(), flags=re.M)  # lines with a prompt show errors
         bindings = re.findall(r"^(?:# )?([\w/]+)\.(\w+) = ", blocks(text), flags=re.M)
         bindings += re.findall(r"`([\w/]+)\.(\w+) = [^`]*`", prose(text))
         bindings += re.findall(r"--gin\.([\w/]+)\.(\w+)=", text)

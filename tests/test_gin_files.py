@@ -25,22 +25,22 @@ each = pytest.mark.parametrize("file", FILES, ids=str)
 
 
 def test_every_gin_file_has_a_resolved_form_and_every_resolved_form_a_file():
-    kept = {path.relative_to(golden.GOLDEN) for path in golden.GOLDEN.rglob("*.gin")}
+    stored = {path.relative_to(golden.GOLDEN) for path in golden.GOLDEN.rglob("*.gin")}
     assert FILES
-    assert sorted(kept) == FILES, f"run: {golden.COMMAND}"
+    assert sorted(stored) == FILES, f"run: {golden.COMMAND}"
 
 
 def test_the_table_of_compiled_steps_has_every_gin_file_and_each_compiled():
-    found = gin_compiles.rows(gin_compiles.TABLE.read_text())
-    assert sorted(found) == sorted(map(str, FILES)), "run: python -m tests.truth.gin_compiles FILE for a new one"
-    assert not [row for row in found.values() if not row[1].replace(",", "").isdigit()], "these do not compile"
+    result = gin_compiles.rows(gin_compiles.TABLE.read_text())
+    assert sorted(result) == sorted(map(str, FILES)), "run: python -m tests.truth.gin_compiles FILE for a new one"
+    assert not [row for row in result.values() if not row[1].replace(",", "").isdigit()], "these do not compile"
 
 
 @each
 def test_a_gin_file_resolves_to_what_it_did(file: Path):
-    kept = golden.GOLDEN / file
-    assert kept.exists(), f"{file} has no resolved form; run: {golden.COMMAND}"
-    changed = golden.changes(kept.read_text(), golden.resolved(file))
+    stored = golden.GOLDEN / file
+    assert stored.exists(), f"{file} has no resolved form; run: {golden.COMMAND}"
+    changed = golden.changes(stored.read_text(), golden.resolved(file))
     assert not changed, "\n  ".join([f"{file} changed; if it is meant to, run: {golden.COMMAND}", *changed])
 
 
@@ -58,18 +58,18 @@ def test_a_gin_file_makes_a_step(file: Path):
     run, sweep, text = golden.load(file)
     if sweep is not None:
         *_, run = golden.trials(sweep, text)  # every value fits; the last of every axis makes a step
-    found = dry_run(run)
-    assert found.operations > 500
-    assert found.parameter_bytes * found.devices >= 4 * found.parameters
+    result = dry_run(run)
+    assert result.operations > 500
+    assert result.parameter_bytes * result.devices >= 4 * result.parameters
 
 
 def test_a_dry_run_says_what_a_step_is_and_writes_nothing(tmp_path, monkeypatch, capsys):
     """On 64 devices each parameter is 4 bytes on one of them, and its two moments 8 more."""
     monkeypatch.chdir(tmp_path)
     assert main(["train", str(golden.ROOT / "experiments/llama3_8b.gin"), "--dry-run"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for words in ("fsdp=64", "64 devices", "8,030,261,248 parameters", "2,097,152 tokens", "1.41 GiB", "480 MiB"):
-        assert words in said
+        assert words in output
     assert not list(tmp_path.iterdir())
 
 

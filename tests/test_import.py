@@ -1,4 +1,4 @@
-"""What importing jaxscale costs, and what it shows."""
+"""What importing jaxscale loads, and which names it has."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
         js.train_model  # noqa: B018
 
 
-def test_no_function_hides_a_room():
+def test_no_function_hides_a_package():
     import types
 
-    rooms = (
+    packages = (
         "config",
         "data",
         "errors",
@@ -62,14 +62,14 @@ def test_no_function_hides_a_room():
         "testing",
         "train",
     )
-    assert all(isinstance(getattr(js, room), types.ModuleType) for room in rooms)
+    assert all(isinstance(getattr(js, package), types.ModuleType) for package in packages)
 
 
 ROOT = Path(js.__file__).parents[1]
 
 
 def _imported(node: ast.AST) -> Iterator[str]:
-    """Modules that a file imports at any depth, but for those that are imported for types alone."""
+    """Modules that a file imports at any depth, except those imported for types only."""
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
         return
     if isinstance(node, ast.Import):
@@ -82,18 +82,18 @@ def _imported(node: ast.AST) -> Iterator[str]:
 
 
 def _imports() -> dict[str, set[str]]:
-    """By module of ours, our own modules that it imports; a package stands for its `__init__`."""
+    """For each of our modules, which of our modules it imports; a package stands for its `__init__`."""
     files = {
         ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
         for package in ("jaxscale", "pallas_kernels")
         for p in (ROOT / package).rglob("*.py")
     }
-    found = {}
+    imports = {}
     for name, file in files.items():
-        wanted = {m for m in _imported(ast.parse(file.read_text())) if m in files} - {name}
-        # `from a.b import c` needs a.b itself only for what is no module of its own
-        found[name] = {m for m in wanted if not any(o.startswith(f"{m}.") for o in wanted)}
-    return found
+        ours = {m for m in _imported(ast.parse(file.read_text())) if m in files} - {name}
+        # `from a.b import c` depends on a.b itself only if c is not a module
+        imports[name] = {m for m in ours if not any(o.startswith(f"{m}.") for o in ours)}
+    return imports
 
 
 def test_no_circle_of_imports_has_more_than_two_files():

@@ -1,4 +1,4 @@
-"""A command imports nothing of the folder it is started in, unless it is asked to."""
+"""A command imports nothing from the current folder, unless requested."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jaxscale.cli import OWN_MODULES, main
 from jaxscale.commands import launch
 from jaxscale.sweep import programs
 from jaxscale.sweep.runners.pool import Worker
-from jaxscale.sweep.runners.slurm import _find_us
+from jaxscale.sweep.runners.slurm import _path_line
 from tests.truth.runs import environment
 
 PLANTED = ("xxhash", "matplotlib", "rich", "argparse")
-"""Modules that somebody's folder may hold: installed ones, and one of the standard library."""
+"""Names of modules that a folder may shadow: installed ones, and one of the standard library."""
 
 COMMANDS = """
 import sys
@@ -33,12 +33,12 @@ import xxhash, matplotlib, rich
 
 @pytest.fixture
 def folder(tmp_path):
-    """Somebody's folder; `tmp_path/ran` names each of its modules that was run."""
-    given = tmp_path / "given"
-    given.mkdir()
+    """A folder with such modules; `tmp_path/ran` names each that was run."""
+    extra = tmp_path / "given"
+    extra.mkdir()
     for name in (*PLANTED, "mine"):
-        (given / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name + ' '!r})\n")
-    return given
+        (extra / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name + ' '!r})\n")
+    return extra
 
 
 def ran(folder):
@@ -68,7 +68,7 @@ def test_a_folder_named_by_pythonpath_is_left_where_it_is(folder, monkeypatch):
 
 def test_the_current_folder_comes_after_everything_installed_where_it_is_wanted(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    for argv, wanted in (
+    for argv, added in (
         (["train", "none.gin"], True),
         (["sweep", "none.gin"], True),
         (["explain", "none.gin"], False),
@@ -79,7 +79,7 @@ def test_the_current_folder_comes_after_everything_installed_where_it_is_wanted(
         monkeypatch.setattr(sys, "path", list(before))
         sys.modules.pop("mine", None)
         main(argv)
-        assert sys.path == before + [str(folder)] * wanted, argv
+        assert sys.path == before + [str(folder)] * added, argv
         monkeypatch.undo()
         monkeypatch.chdir(folder)
     assert OWN_MODULES == ("train", "sweep") and ran(folder) == ["mine"]
@@ -98,16 +98,16 @@ def test_a_gin_file_that_imports_a_module_of_the_folder_is_told_of_the_option(fo
 def test_processes_of_a_sweep_get_no_empty_entry(monkeypatch):
     for path in ("", os.pathsep, f"{os.pathsep}/a{os.pathsep}"):
         monkeypatch.setenv("PYTHONPATH", path)
-        for found in (programs.environment()["PYTHONPATH"], import_path.python_path()):
-            assert found.split(os.pathsep)[0] == import_path.ROOT and "" not in found.split(os.pathsep)
+        for entries in (programs.environment()["PYTHONPATH"], import_path.python_path()):
+            assert entries.split(os.pathsep)[0] == import_path.ROOT and "" not in entries.split(os.pathsep)
 
 
 @pytest.mark.parametrize("path", [None, "", "/a"])
 def test_a_job_of_a_cluster_gets_no_empty_entry(path):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     env |= {} if path is None else {"PYTHONPATH": path}
-    said = subprocess.run(["sh", "-c", f'{_find_us()}; echo "$PYTHONPATH"'], env=env, capture_output=True, text=True)
-    assert said.stdout.strip().split(os.pathsep) == [import_path.ROOT, *filter(None, [path])]
+    shell = subprocess.run(["sh", "-c", f'{_path_line()}; echo "$PYTHONPATH"'], env=env, capture_output=True, text=True)
+    assert shell.stdout.strip().split(os.pathsep) == [import_path.ROOT, *filter(None, [path])]
 
 
 def test_processes_that_are_started_are_not_given_the_current_folder_first(monkeypatch):

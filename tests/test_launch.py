@@ -1,4 +1,4 @@
-"""`jaxscale launch`: processes that are watched and restarted."""
+"""`jaxscale launch`: processes are watched and restarted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Loop._place = placed
 
 
 def scripts(tell, text):
-    """Commands that run `text`, which knows `count`, `process` and `attempt`; each says that it began."""
+    """Commands that run `text` with `count`, `process` and `attempt` defined; each logs that it started."""
 
     def command(count, process, address, attempt):
         say = f"open({str(tell)!r}, 'a').write(f'{attempt}:{process}/{count} ')"
@@ -45,63 +45,63 @@ def scripts(tell, text):
 
 
 @pytest.fixture
-def told(tmp_path):
-    """The file into which processes say that they began."""
+def log(tmp_path):
+    """The file in which processes log that they started."""
     return tmp_path / "told"
 
 
-def began(told):
-    return sorted(told.read_text().split())
+def began(log):
+    return sorted(log.read_text().split())
 
 
 KILLED = "import os, signal\nif attempt == 0 and process == 1: os.kill(os.getpid(), signal.SIGKILL)"
 
 
-def test_all_begin_again_when_one_is_killed(told, capsys):
-    assert supervise(scripts(told, KILLED), 2, restarts=1, fewer=False) == 0
-    assert began(told) == ["0:0/2", "0:1/2", "1:0/2", "1:1/2"]
+def test_all_begin_again_when_one_is_killed(log, capsys):
+    assert supervise(scripts(log, KILLED), 2, restarts=1, fewer=False) == 0
+    assert began(log) == ["0:0/2", "0:1/2", "1:0/2", "1:1/2"]
     assert "process 1 was killed by SIGKILL; restart 1 of 1 with 2 processes" in capsys.readouterr().err
 
 
-def test_fewer_begin_again_until_they_fit(told):
+def test_fewer_begin_again_until_they_fit(log):
     odd = f"{KILLED}\nif count == 3: raise SystemExit(2)"
-    assert supervise(scripts(told, odd), 4, restarts=1, fewer=True) == 0
-    assert {one.partition("/")[2] for one in began(told)} == {"4", "3", "2"}
+    assert supervise(scripts(log, odd), 4, restarts=1, fewer=True) == 0
+    assert {one.partition("/")[2] for one in began(log)} == {"4", "3", "2"}
 
 
-def test_a_mistake_is_not_made_again(told):
-    assert supervise(scripts(told, "raise SystemExit(2)"), 2, restarts=3, fewer=False) == 2
-    assert began(told) == ["0:0/2", "0:1/2"]
+def test_a_mistake_is_not_made_again(log):
+    assert supervise(scripts(log, "raise SystemExit(2)"), 2, restarts=3, fewer=False) == 2
+    assert began(log) == ["0:0/2", "0:1/2"]
 
 
-def test_one_that_does_not_end_after_another_failed_is_killed(told, capsys):
+def test_one_that_does_not_end_after_another_failed_is_killed(log, capsys):
     stuck = "import time\nif process == 0: time.sleep(100)\nraise SystemExit(70)"
     begin = time.monotonic()
-    assert supervise(scripts(told, stuck), 2, restarts=0, fewer=False, grace=0.5) == 70
+    assert supervise(scripts(log, stuck), 2, restarts=0, fewer=False, grace=0.5) == 70
     assert time.monotonic() - begin < 50
     assert "process 0 did not end and was killed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("code", [130, 143])
-def test_a_run_that_a_signal_stopped_is_not_begun_again(told, code):
-    assert supervise(scripts(told, f"raise SystemExit({code})"), 2, restarts=3, fewer=False) == code
-    assert began(told) == ["0:0/2", "0:1/2"]
+def test_a_run_that_a_signal_stopped_is_not_begun_again(log, code):
+    assert supervise(scripts(log, f"raise SystemExit({code})"), 2, restarts=3, fewer=False) == code
+    assert began(log) == ["0:0/2", "0:1/2"]
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_signal_is_passed_on_and_nothing_begins_again(told):
+def test_a_signal_is_passed_on_and_nothing_begins_again(log):
     def send():
-        while not told.exists() or len(began(told)) < 2:
+        while not log.exists() or len(began(log)) < 2:
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=send).start()
-    assert supervise(scripts(told, "import time\ntime.sleep(100)"), 2, restarts=3, fewer=False) == 128 + signal.SIGTERM
-    assert began(told) == ["0:0/2", "0:1/2"]
+    assert supervise(scripts(log, "import time\ntime.sleep(100)"), 2, restarts=3, fewer=False) == 128 + signal.SIGTERM
+    assert began(log) == ["0:0/2", "0:1/2"]
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     {
         "no-command": (["--nproc", "2"], "jaxscale launch runs train, not ''"),
         "other-command": (["--nproc", "2", "--", "plan", "x.gin"], "jaxscale launch runs train, not 'plan'"),
@@ -111,9 +111,9 @@ def test_a_signal_is_passed_on_and_nothing_begins_again(told):
     }.values(),
     ids=["no-command", "other-command", "no-process", "distributed", "binding"],
 )
-def test_mistakes_are_said(words, said, capsys):
+def test_mistakes_are_said(words, message, capsys):
     assert main(["launch", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -23,7 +23,7 @@ def write(path, rows):
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
-    """A folder in which Chinchilla's law was fitted by the command."""
+    """A folder in which the command has fitted Chinchilla's law."""
     folder = tmp_path_factory.mktemp("laws")
     table = write(folder / "results.csv", planted.surface_runs(planted.chinchilla_loss, seed=0))
     assert main(["laws", "fit", table, "--samples", "10", "--out", str(folder / "out")]) == 0
@@ -44,20 +44,20 @@ def test_a_fit_leaves_a_file_and_a_picture(fitted):
 def test_laws_are_compared_by_what_was_held_out(fitted, capsys):
     argv = ["laws", "fit", str(fitted / "results.csv"), "--law", "chinchilla,farseer", "--hold-out", "parameters:1"]
     assert main([*argv, "--samples", "0", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [one["law"] for one in found] == ["chinchilla", "farseer"]
-    assert all(one["held_out"]["runs"] == 5 and one["held_out"]["error"]["eval_loss"] < 0.05 for one in found)
+    result = json.loads(capsys.readouterr().out)
+    assert [one["law"] for one in result] == ["chinchilla", "farseer"]
+    assert all(one["held_out"]["runs"] == 5 and one["held_out"]["error"]["eval_loss"] < 0.05 for one in result)
 
 
 def test_a_prediction_beyond_the_runs_says_how_far(fitted, capsys):
     argv = ["laws", "predict", str(fitted / "out/chinchilla.json"), "--parameters", "100B", "--tokens", "2T"]
     assert main([*argv, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["eval_loss"]["value"] == pytest.approx(planted.chinchilla_loss(1e11, 2e12), rel=0.02)
-    assert any("parameters = 1e+11 is 39.1 times the largest" in note for note in found["notes"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["eval_loss"]["value"] == pytest.approx(planted.chinchilla_loss(1e11, 2e12), rel=0.02)
+    assert any("parameters = 1e+11 is 39.1 times the largest" in note for note in result["notes"])
     assert main(argv) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "warning: parameters = 1e+11 is 39.1 times the largest that the law was fitted on; no run shows" in said
+    message = " ".join(capsys.readouterr().out.split())
+    assert "warning: parameters = 1e+11 is 39.1 times the largest that the law was fitted on; no run shows" in message
 
 
 def test_a_prediction_among_the_runs_and_just_beyond_them_is_not_called_untried(fitted, capsys):
@@ -71,12 +71,12 @@ def test_a_prediction_among_the_runs_and_just_beyond_them_is_not_called_untried(
 
 def test_a_budget_is_spent(fitted, capsys):
     assert main(["laws", "predict", str(fitted / "out/chinchilla.json"), "--flops", "1e20"]) == 0
-    said = capsys.readouterr().out
-    assert "the best that 1e+20 FLOPs buy" in said and "tokens a parameter" in said
+    message = capsys.readouterr().out
+    assert "the best that 1e+20 FLOPs buy" in message and "tokens a parameter" in message
 
 
 @pytest.mark.parametrize(
-    "argv, said",
+    "argv, message",
     [
         (["fit", "{table}", "--law", "chinchila"], "no law 'chinchila'; did you mean 'chinchilla'?"),
         (["fit", "{table}", "--set", "detla=1"], "no law here has a setting 'detla'; did you mean 'delta'?"),
@@ -108,8 +108,8 @@ def test_a_budget_is_spent(fitted, capsys):
         "old",
     ],
 )
-def test_a_mistake_is_one_sentence(fitted, capsys, argv, said):
+def test_a_mistake_is_one_sentence(fitted, capsys, argv, message):
     paths = {"table": fitted / "results.csv", "fit": fitted / "out/chinchilla.json", "old": fitted / "old.json"}
     paths["old"].write_text(paths["fit"].read_text().replace('"delta"', '"width"'))
     assert main(["laws", *(word.format(**paths) for word in argv)]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

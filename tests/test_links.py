@@ -11,7 +11,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 GENERATED = ("docs/reference/", "docs/changelog.md", "docs/measured/results.md", "docs/internals/pallas_kernels.md")
-"""Pages that exist in a build alone, which checks links to them."""
+"""Pages that only a build of the site has; it checks links to them."""
 
 PAGES = sorted(
     page
@@ -28,7 +28,7 @@ def prose(text: str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """What links may name of a page: its headings as GitHub writes them, and labels `(name)=`."""
+    """The anchors of a page: its headings as GitHub writes them, and labels `(name)=`."""
     headings = re.findall(r"^#+ +(.+?) *$", prose(text), re.M)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
     slugs = {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
@@ -43,7 +43,7 @@ def dead_links(page: pathlib.Path, root: pathlib.Path = ROOT) -> list[str]:
         place = (page.parent / target).resolve() if target else page
         if place.is_relative_to(root) and place.relative_to(root).as_posix().startswith(GENERATED):
             continue
-        on_site = not target and page.is_relative_to(root / "docs")  # a label of any page; the build knows them
+        on_site = not target and page.is_relative_to(root / "docs")  # a label of any page; the build checks it
         alive = place.exists() and (not anchor or on_site or place.is_dir() or anchor in anchors(place.read_text()))
         if not alive:
             dead.append(f"{target}#{anchor}" if anchor else target)

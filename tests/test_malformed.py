@@ -1,4 +1,4 @@
-"""Folders of others that are malformed end in one sentence: the short form of experiments/reliability/malformed.py."""
+"""Malformed folders end in one sentence: the short form of experiments/reliability/malformed.py."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def folders(tmp_path_factory):
 
 @pytest.mark.parametrize("reader", READERS)
 def test_what_is_malformed_is_read_right_or_refused_in_a_sentence(folders, reader):
-    found = list(tried(folders, reader, range(20)))
-    assert not [one for one in found if one[1] in BAD]
-    assert {one[1] for one in found} >= {"sentence"}
+    results = list(tried(folders, reader, range(20)))
+    assert not [one for one in results if one[1] in BAD]
+    assert {one[1] for one in results} >= {"sentence"}
 
 
 def test_a_traceback_and_a_hang_are_told_from_a_sentence(monkeypatch):
@@ -212,10 +212,10 @@ def test_labels_of_a_report_are_no_formulas(tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text(
         json.dumps({"step": 1, "lo$s_{/loss": 1.0, "$\ud800_loss": 2}) + "\n"
     )
-    said = []
-    page = report(tmp_path / "run", tmp_path / "out", tell=said.append)
+    messages = []
+    page = report(tmp_path / "run", tmp_path / "out", tell=messages.append)
     assert (page.parent / "curves.png").is_file()
-    assert not said
+    assert not messages
 
 
 @pytest.mark.parametrize("name", ["run.json", "config.gin", "metrics.jsonl", "outcome.json", "samples.jsonl", ".lock"])
@@ -231,7 +231,7 @@ def test_a_report_is_not_written_over_a_folder_or_a_pipe(folders, tmp_path):
     (tmp_path / "b").mkdir()
     os.mkfifo(tmp_path / "b" / "curves.png")
     for out in ("a", "b"):
-        with pytest.raises(RunError, match="no report of ours; name another folder with --out"):
+        with pytest.raises(RunError, match="not a report of jaxscale.s; name another folder with --out"):
             report(folders.root / "sweep", tmp_path / out, pictures=False)
 
 

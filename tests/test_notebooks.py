@@ -28,8 +28,8 @@ def test_a_notebook_and_its_script_are_the_same_text(notebook: Path):
 
     script = jupytext.read(notebook.with_suffix(".py"))
     expected = [(c.cell_type, c.source) for c in script.cells]
-    found = [(c["cell_type"], "".join(c["source"])) for c in _cells(notebook)]
-    assert found == expected, f"run: jupytext --sync notebooks/{notebook.name}, then execute it again"
+    actual = [(c["cell_type"], "".join(c["source"])) for c in _cells(notebook)]
+    assert actual == expected, f"run: jupytext --sync notebooks/{notebook.name}, then execute it again"
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
@@ -48,7 +48,7 @@ def test_a_notebook_keeps_small_outputs_and_no_errors(notebook: Path):
 def test_a_notebook_runs_top_to_bottom(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import matplotlib
 
-    monkeypatch.chdir(tmp_path)  # whatever it writes to "here"
+    monkeypatch.chdir(tmp_path)  # for files that it writes to the current folder
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     matplotlib.use("agg")
     names: dict[str, Any] = {"__name__": "__main__", "display": lambda *_, **__: None}

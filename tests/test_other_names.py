@@ -1,4 +1,4 @@
-"""Slips of people who come from other programs are answered with what the thing is called here."""
+"""Names from other programs are answered with jaxscale's names."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ FIELDS = {"train": TrainConfig, "Transformer": TransformerConfig, "AdamW": AdamW
 
 
 def meant(sentence):
-    """What an error asks whether it was meant."""
-    found = re.search(r"did you mean (.*)\?", sentence)
-    return "" if found is None else found[1].replace("'", "")
+    """The name that an error suggests."""
+    match = re.search(r"did you mean (.*)\?", sentence)
+    return "" if match is None else match[1].replace("'", "")
 
 
-def said(call, *args):
+def message_of(call, *args):
     with pytest.raises(JaxscaleError) as caught:
         call(*args)
     return str(caught.value)
@@ -48,7 +48,7 @@ AXES = {
 @pytest.mark.parametrize("axis", AXES)
 def test_a_mesh_axis_of_another_program_is_answered_with_ours(axis):
     for name in AXES[axis].split():
-        assert meant(said(parse_mesh, f"{name}=2")) == axis, name
+        assert meant(message_of(parse_mesh, f"{name}=2")) == axis, name
     assert axis in MESH_AXES
 
 
@@ -58,8 +58,8 @@ RULES = {"fsdp": "zero3 ZeRO-3 hsdp fully_sharded", "replicated": "ddp dp data_p
 @pytest.mark.parametrize("rules", RULES)
 def test_rules_of_another_program_are_answered_with_ours(rules):
     for name in RULES[rules].split():
-        assert meant(said(preset, name)) == rules, name
-    assert "Layout.sequence_sharded = True" in said(preset, "sequence_parallel")
+        assert meant(message_of(preset, name)) == rules, name
+    assert "Layout.sequence_sharded = True" in message_of(preset, "sequence_parallel")
 
 
 TOPOLOGIES = {
@@ -71,9 +71,9 @@ TOPOLOGIES = {
 
 @pytest.mark.parametrize("wrong", TOPOLOGIES)
 def test_a_topology_that_is_none_is_answered_with_one_of_its_size(wrong):
-    sentence, right = said(topology, wrong), TOPOLOGIES[wrong]
+    sentence, right = message_of(topology, wrong), TOPOLOGIES[wrong]
     assert f"'{right}'" in sentence
-    _ = topology(right if ":" in right else f"{right}{wrong[wrong.index(':') :]}")  # which is one
+    _ = topology(right if ":" in right else f"{right}{wrong[wrong.index(':') :]}")  # a valid topology
 
 
 BINDINGS = {
@@ -95,7 +95,7 @@ BINDINGS = {
 
 @pytest.mark.parametrize("wrong", BINDINGS)
 def test_a_setting_of_another_program_is_answered_with_ours(wrong):
-    sentence = said(config.load, [], [f"{wrong} = 1"])
+    sentence = message_of(config.load, [], [f"{wrong} = 1"])
     assert meant(sentence) == BINDINGS[wrong], sentence
     for right in BINDINGS[wrong].split(" or "):
         owner, _, field = right.rpartition(".")
@@ -114,8 +114,8 @@ REFERENCES = {
 
 @pytest.mark.parametrize("wrong", REFERENCES)
 def test_a_part_of_another_program_is_answered_with_ours(wrong, monkeypatch):
-    monkeypatch.delitem(config_registry.BY_NAME, "constant", raising=False)  # that another test has registered
-    assert meant(said(config.load, [], [f"train.model = {wrong}"])) == REFERENCES[wrong]
+    monkeypatch.delitem(config_registry.BY_NAME, "constant", raising=False)  # another test has registered it
+    assert meant(message_of(config.load, [], [f"train.model = {wrong}"])) == REFERENCES[wrong]
     assert REFERENCES[wrong] in config.registered()
 
 
@@ -143,17 +143,17 @@ def test_a_command_of_another_program_is_answered_with_ours(capsys):
 @pytest.mark.parametrize("tokenizer", ["'gpt2'", "@gpt2", "@gpt2()"])
 def test_a_model_is_not_offered_as_a_tokenizer(tokenizer):
     config.load([], [f"train.tokenizer = {tokenizer}"])
-    sentence = said(config.call, "train")
+    sentence = message_of(config.call, "train")
     assert "HFTokenizer.path = " in sentence and "write @gpt2" not in sentence
 
 
 def test_a_model_by_its_name_is_offered_as_a_model():
     config.load([], ["train.model = 'gpt2'"])
-    assert said(config.call, "train").endswith("; write @gpt2()")
+    assert message_of(config.call, "train").endswith("; write @gpt2()")
 
 
 def test_a_kernel_that_is_called_is_to_be_passed():
-    sentence = said(config.load, [], ["Transformer.attention = @flash_attention()"])
+    sentence = message_of(config.load, [], ["Transformer.attention = @flash_attention()"])
     assert sentence.endswith("write @flash_attention, without brackets")
     config.load([], ["Transformer.attention = @flash_attention"])
     config.load([], ["Transformer.attention = @RingAttention()"])
@@ -190,7 +190,7 @@ def test_every_name_of_ours_is_one():
     known = {*fields, *registered, *MESH_AXES, *PRESETS, *SCHEDULES, *chips(), *commands}
     for name in {name for names in OURS.values() for name in names}:
         owner, dot, field = name.partition(".")
-        there = field in registered[owner].__dataclass_fields__ if dot else name in known
-        assert there, name
+        exists = field in registered[owner].__dataclass_fields__ if dot else name in known
+        assert exists, name
     assert all(fold(theirs) == theirs for theirs in OURS), [t for t in OURS if fold(t) != t]
     assert near("1F1B", SCHEDULES) == "; did you mean '1f1b'?" and near("zero_bubble", SCHEDULES).count("zb-h1")

@@ -1,4 +1,4 @@
-"""The look-up of settings: docstrings taken apart, and `jaxscale settings`."""
+"""The look-up of settings: parsed docstrings, and `jaxscale settings`."""
 
 import dataclasses
 import json

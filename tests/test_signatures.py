@@ -1,4 +1,4 @@
-"""A part of one's own with another signature is named when it is chosen."""
+"""A user's part with a wrong signature is reported when it is chosen."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_class_that_needs_brackets_says_so():
 
 @dataclasses.dataclass(frozen=True)
 class Strange:
-    """Every family's method, with other parameters."""
+    """Methods of every family, with wrong parameters."""
 
     balanced = needs_capacity = False
 

@@ -1,4 +1,4 @@
-"""Sweeps: a space of bindings, runs of it, a table of results."""
+"""Sweeps: many runs that differ in some bindings, and a table of their results."""
 
 from jaxscale.sweep.axes import Choice, Integers, LogIntegers, LogUniform, Uniform, Values
 from jaxscale.sweep.base import Axis, Handle, Job, Ledger, Record, Runner, Search, Trial

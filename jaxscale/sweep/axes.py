@@ -1,4 +1,4 @@
-"""The values that a sweep tries of a binding: a list's, or a distribution's, by quantile."""
+"""Axes of a sweep: the values to try for a binding, from a list or a distribution."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from jaxscale.sweep.base import Axis
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """A list's values, in its order.
+    """The values of a list, in its order.
 
     Args:
-      values: at least one.
+      values: the values; at least one.
     """
 
     values: tuple[Any, ...]
 
     def at(self, u: float) -> Any:
-        """See `Axis`."""
+        """Return the value at quantile `u`."""
         return self.values[min(int(u * len(self.values)), len(self.values) - 1)]
 
     def grid(self) -> Sequence[Any]:
-        """See `Axis`."""
+        """Return all values."""
         return self.values
 
 
 @register(name="choice")
 @dataclasses.dataclass(frozen=True)
 class Choice(Values):
-    """One of some values; the same as a list, for Python and for where a name reads better.
+    """One of several values; the same as a plain list.
 
     Args:
-      values: at least one.
+      values: the values; at least one.
     """
 
     def __post_init__(self) -> None:
@@ -59,35 +59,35 @@ class _Range:
             raise ConfigError(f"{name}.low = {self.low}: must be above 0")
 
     def grid(self) -> Sequence[Any] | None:
-        """See `Axis`."""
+        """Return `None`: a range of real numbers cannot be listed."""
         return None
 
 
 @register(name="uniform")
 @dataclasses.dataclass(frozen=True)
 class Uniform(_Range):
-    """Even between two numbers.
+    """Real numbers, uniform between two bounds.
 
     Args:
-      low, high: the numbers.
+      low, high: the bounds.
     """
 
     def at(self, u: float) -> float:
-        """See `Axis`."""
+        """Return the value at quantile `u`."""
         return self.low + u * (self.high - self.low)
 
 
 @register(name="log_uniform")
 @dataclasses.dataclass(frozen=True)
 class LogUniform(_Range):
-    """Even in the logarithm.
+    """Real numbers, uniform in their logarithm.
 
     Args:
-      low, high: between these, above 0.
+      low, high: the bounds, above 0.
     """
 
     def at(self, u: float) -> float:
-        """See `Axis`."""
+        """Return the value at quantile `u`."""
         return self.low * (self.high / self.low) ** u
 
 
@@ -97,35 +97,35 @@ class _Whole(_Range):
     high: int
 
     def grid(self) -> Sequence[int]:
-        """See `Axis`."""
+        """Return all integers from `low` to `high`."""
         return range(self.low, self.high + 1)
 
 
 @register(name="integers")
 @dataclasses.dataclass(frozen=True)
 class Integers(_Whole):
-    """Whole numbers, each as likely.
+    """Integers, all equally likely.
 
     Args:
-      low, high: the first and the last.
+      low, high: the first and the last integer.
     """
 
     def at(self, u: float) -> int:
-        """See `Axis`."""
+        """Return the value at quantile `u`."""
         return min(self.low + int(u * (self.high - self.low + 1)), self.high)
 
 
 @register(name="log_integers")
 @dataclasses.dataclass(frozen=True)
 class LogIntegers(_Whole):
-    """Whole numbers, even in the logarithm.
+    """Integers, uniform in their logarithm.
 
     Args:
-      low, high: the first, above 0, and the last.
+      low, high: the first integer, above 0, and the last.
     """
 
     def at(self, u: float) -> int:
-        """See `Axis`."""
+        """Return the value at quantile `u`."""
         return min(int(self.low * ((self.high + 1) / self.low) ** u), self.high)
 
 
@@ -138,15 +138,15 @@ _NAMES = {
 
 
 def space_of(axes: Mapping[str, Any], seeds: int | None) -> dict[str, Axis]:
-    """Lists and distributions as axes, by binding.
+    """Return the axes of a sweep by binding, with lists turned into `Values`.
 
     Args:
-      axes: a list of values or an `Axis` by binding; of several bindings joined by ", ", a list of tuples.
-      seeds: an axis `train.seed` of 0, 1, ... beside them.
+      axes: for each binding a list of values or an `Axis`; for several bindings joined by ", ", a list of tuples.
+      seeds: adds an axis `train.seed` with the values 0, 1, ..., `seeds` - 1.
 
     Raises:
-      ConfigError: an axis without values, with one of them twice, of values that do not fit its bindings, or of a
-        binding that another has.
+      ConfigError: an axis has no values, the same value twice, or values that do not fit its bindings; or two axes
+        have the same binding.
     """
     space = {key: _axis(key, values) for key, values in axes.items()}
     if seeds is not None:
@@ -154,21 +154,21 @@ def space_of(axes: Mapping[str, Any], seeds: int | None) -> dict[str, Axis]:
             raise ConfigError(f"sweep.seeds = {seeds}: must be at least 1")
         space["train.seed"] = space.get("train.seed") or Values(tuple(range(seeds)))
     if not space:
-        raise ConfigError("sweep.axes names no binding to try values of, as {'train.lr': [1e-3, 3e-3]}")
+        raise ConfigError("sweep.axes is empty; give the values to try for a binding, as {'train.lr': [1e-3, 3e-3]}")
     names = [name for key in space for name in names_of(key)]
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice is not None or (seeds is not None and "train.seed" in axes):
-        raise ConfigError(f"sweep.axes has '{twice or 'train.seed'}' twice; leave one of them")
+        raise ConfigError(f"sweep.axes has '{twice or 'train.seed'}' twice; remove one of them")
     return space
 
 
 def names_of(key: str) -> list[str]:
-    """The bindings of an axis: `train.lr`, or several joined by commas."""
+    """Return the bindings of an axis: one such as `train.lr`, or several joined by commas."""
     return [name.strip() for name in key.split(",")]
 
 
 def split(bindings: Mapping[str, Any]) -> dict[str, Any]:
-    """A value for each binding, tuples of joined ones taken apart."""
+    """Return a value for each single binding: axes of several bindings are split."""
     out: dict[str, Any] = {}
     for key, value in bindings.items():
         names = names_of(key)
@@ -177,17 +177,21 @@ def split(bindings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_bindings(bindings: Iterable[str], space: Mapping[str, Axis]) -> None:
-    """That no binding given beside a sweep's text, as `train.lr = 0.5`, is one that the sweep gives values itself.
+    """Check that no binding on the command line, such as `train.lr = 0.5`, is an axis of the sweep.
+
+    Args:
+      bindings: the bindings, as gin text.
+      space: the axes by binding.
 
     Raises:
-      ConfigError: one is, and no run would have its value.
+      ConfigError: one is an axis, so no run would use its value.
     """
     tried = {name for key in space for name in names_of(key)}
     for binding in bindings:
         name, _, value = (part.strip() for part in binding.partition("="))
         if name in tried:
             raise ConfigError(
-                f"{name} = {value} has no effect: it is an axis of the sweep; leave it out, or take the axis out"
+                f"{name} = {value} has no effect: it is an axis of the sweep; remove this binding or the axis"
             )
 
 
@@ -195,7 +199,7 @@ def _axis(key: str, values: Any) -> Axis:
     if isinstance(values, list | tuple | range):
         values = Values(tuple(values))
         if not values.values:
-            raise ConfigError(f"sweep.axes['{key}'] has no values; give at least one, or leave the axis out")
+            raise ConfigError(f"sweep.axes['{key}'] has no values; give at least one, or remove the axis")
     if isinstance(values, type) or not (hasattr(values, "at") and hasattr(values, "grid")):
         raise ConfigError(
             f"sweep.axes['{key}'] must be a list of values, or a distribution such as @log_uniform(), not {values!r}"
@@ -206,12 +210,12 @@ def _axis(key: str, values: Any) -> Axis:
         twice = next((value for value in seen if seen.count(value) > 1), None)
         if twice is not None:
             raise ConfigError(
-                f"sweep.axes['{key}'] has {twice} twice, which would be the same run; leave one of them, or say "
+                f"sweep.axes['{key}'] has {twice} twice, which would be the same run; remove one of them, or set "
                 "sweep.seeds = 2"
             )
     for value in grid if grid is not None and count > 1 else ():
         if not isinstance(value, tuple | list) or len(value) != count:
             raise ConfigError(
-                f"sweep.axes['{key}'] has {count} bindings, and its value {value!r} is no tuple of {count}"
+                f"sweep.axes['{key}'] has {count} bindings, but its value {value!r} is not a tuple of {count}"
             )
     return values

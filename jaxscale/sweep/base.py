@@ -1,7 +1,7 @@
-"""What a sweep is made of: trials and their records, a search that chooses them, a runner that carries them out.
+"""The parts of a sweep: trials and their records, a search that chooses trials, a runner that runs them.
 
 All state of a sweep is on disk: its records are read from the folders of its runs. A search is a function of the
-records, so that a sweep which was killed goes on as if it had not been.
+records, so a sweep that was killed continues as if it had not been interrupted.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any, Protocol
 
 WAITING, RUNNING, PAUSED, FINISHED, STOPPED, FAILED = "waiting", "running", "paused", "finished", "stopped", "failed"
 DAMAGED = "damaged"
-"""States of a record: paused has reached its `until` and may go on; stopped will not, its search gave it up; of a
-damaged one a file is not what was written, and it is neither judged nor gone on with."""
+"""States of a record. Paused: reached its `until` and may be continued. Stopped: ended early by the search, for good.
+Damaged: a file of it is not what was written; it is neither judged nor continued."""
 
 BAD = (FAILED, DAMAGED)
-"""Of these nothing can be used; both can be tried again."""
+"""States of trials whose results cannot be used; such trials can be retried."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A run that a sweep wants.
+    """A run of a sweep.
 
     Args:
-      id: 0, 1, ... in the order in which they were asked for.
-      bindings: what each axis is bound to, by binding (`{"train.lr": 3e-3}`), as plain values or gin references.
-      until: the step to go to now; `None` is the config's last. A trial asked for again with a larger one goes on
-        from its checkpoint. The schedule is always that of the config's last step.
+      id: 0, 1, ... in the order in which the search requested them.
+      bindings: the value of each axis by binding (`{"train.lr": 3e-3}`), as plain values or gin references.
+      until: the step to stop at for now; `None` is the config's last. If the search requests the trial again with a
+        later step, it continues from its checkpoint. The learning-rate schedule always spans all steps of the config.
     """
 
     id: int
@@ -38,16 +38,16 @@ class Trial:
 
 @dataclasses.dataclass
 class Record:
-    """What became of a trial; a row of the table.
+    """Progress and result of a trial; a row of the table.
 
     Args:
-      trial: as last asked for.
+      trial: the trial as last requested.
       state: one of the states above.
       curve: (step, objective) as measured so far, steps ascending.
-      metrics: the last of each metric, by name.
-      seconds: of wall time, over all its starts.
-      error: what it failed with, one sentence.
-      run: its folder.
+      metrics: the last value of each metric, by name.
+      seconds: wall time, over all its starts.
+      error: why it failed, one sentence.
+      run: its run folder.
     """
 
     trial: Trial
@@ -60,7 +60,7 @@ class Record:
 
 
 class Axis(Protocol):
-    """The values of a binding: a list's, or a distribution's."""
+    """The values to try for a binding: a list or a distribution."""
 
     def at(self, u: float) -> Any:
         """Return the value at a quantile.
@@ -70,34 +70,34 @@ class Axis(Protocol):
         """
 
     def grid(self) -> Sequence[Any] | None:
-        """Every value, or `None` where there is no end of them."""
+        """Return every value, or `None` if there are infinitely many."""
 
 
 class Search(Protocol):
-    """Chooses what to try. Keeps nothing: what it answers follows from its fields, the space and the records."""
+    """Chooses trials. Has no state: its answers depend on its fields, the space and the records only."""
 
     def next(self, space: Mapping[str, Axis], records: Sequence[Record], steps: int) -> Trial | None:
-        """The next trial to start or to go on with; `None` when there is none at present.
+        """Return the next trial to start or continue; `None` if there is none at present.
 
         A sweep ends when this is `None` while nothing runs.
 
         Args:
           space: the axes by binding.
-          records: of all trials so far, by id.
+          records: records of all trials so far, by id.
           steps: the config's last step.
         """
 
     def keeps(self, record: Record, records: Sequence[Record], steps: int) -> bool:
-        """Whether a running trial is worth going on with; asked whenever its curve has grown.
+        """Whether to let a running trial continue; called whenever its curve has grown.
 
         Args:
-          record: of the running trial.
-          records: of all trials so far, by id.
+          record: record of the running trial.
+          records: records of all trials so far, by id.
           steps: the config's last step.
         """
 
     def total(self, space: Mapping[str, Axis]) -> int | None:
-        """Return how many trials the search asks for in all; `None` where that has no end, and `sweep.runs` has to say.
+        """Return how many trials the search runs in all; `None` if it has no end, so that `sweep.runs` must be set.
 
         Args:
           space: the axes by binding.
@@ -105,50 +105,50 @@ class Search(Protocol):
 
 
 class Ledger(Protocol):
-    """Which trials there are and who has them: a sweep's own folder, or a storage that several machines share."""
+    """The list of trials and of who runs each: a sweep's own folder, or a storage that several machines share."""
 
     def records(self) -> list[Record]:
-        """All trials by id, whoever runs them. A waiting one was asked for and nobody runs it, or does any more."""
+        """Return all trials by id, on any machine. A waiting one was requested and is not running now."""
 
     def claim(self, trial: Trial) -> Path | None:
-        """Writes down that this machine runs a trial now, before it does.
+        """Record that this machine runs a trial, before starting it.
 
         Args:
           trial: the trial that this machine will run.
 
         Returns:
-          the folder to run it in; `None` where another machine was quicker, and the records have to be read again.
+          the folder to run it in; `None` if another machine claimed it first, so that records must be read again.
         """
 
     def report(self, record: Record) -> bool:
-        """Write down how far one of this machine's trials is, and how it ended.
+        """Store the progress, or the result, of one of this machine's trials.
 
         Args:
-          record: of the trial.
+          record: record of the trial.
 
         Returns:
-          `False` where the trial is another machine's by now.
+          `False` if another machine has claimed the trial since.
         """
 
     def retry_failed(self) -> list[int]:
-        """Makes every trial that has failed a waiting one; where it goes on from, its checkpoints say.
+        """Set every failed trial to waiting, to be continued from its newest checkpoint.
 
         Returns:
           their ids.
         """
 
     def close(self) -> None:
-        """Gives up nothing: what runs stays claimed until it falls silent."""
+        """Close files. Trials that still run stay claimed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A trial on its way to a runner.
+    """A trial with all that a runner needs to run it.
 
     Args:
       trial: the trial.
-      folder: of its run; what is there already is gone on from.
-      config: gin text that describes the whole run, axes bound.
+      folder: its run folder; an existing run in it is continued.
+      config: gin text of the whole run, values of the axes included.
       imports: modules to import first.
     """
 
@@ -162,38 +162,38 @@ class Handle(Protocol):
     """Jobs that were started together."""
 
     def alive(self) -> bool:
-        """Whether they still run."""
+        """Whether any of them still runs."""
 
     def stop(self, id: int) -> None:
         """End a trial at its next step, with a checkpoint.
 
         Args:
-          id: of the trial.
+          id: id of the trial.
         """
 
     def why(self) -> str:
-        """How what ran them ended, where that left no outcome ("ended by SIGKILL"); empty where it is not known."""
+        """How their process ended if it wrote no outcome ("ended by SIGKILL"); empty if that is not known."""
 
 
 class Runner(Protocol):
-    """Where runs go. A job's outcome is read from its folder (`outcome.json`), which `run_job` writes."""
+    """Where trials run. A job's outcome is read from its folder (`outcome.json`), which `run_job` writes."""
 
     def slots(self) -> int:
-        """How many trials may run at once."""
+        """Return how many trials may run at once."""
 
     def together(self, jobs: Sequence[Job]) -> Sequence[Sequence[Job]]:
-        """Return the groups of jobs to start as one (`vmap` takes those whose shapes agree); for most, each job alone.
+        """Return the groups of jobs to start together (`Vmapped` groups equal shapes); most runners start each alone.
 
         Args:
-          jobs: those that are ready to start.
+          jobs: the jobs that are ready to start.
         """
 
     def start(self, jobs: Sequence[Job]) -> Handle:
-        """Start jobs together.
+        """Start a group of jobs.
 
         Args:
-          jobs: a group that `together` made.
+          jobs: a group from `together`.
         """
 
     def close(self) -> None:
-        """Ends what still runs; called however the sweep ends."""
+        """End what still runs; always called at the end of a sweep, also after an error."""

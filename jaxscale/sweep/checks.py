@@ -1,4 +1,4 @@
-"""All that can be known to be wrong with a sweep before anything starts."""
+"""Checks of a sweep before anything starts."""
 
 from __future__ import annotations
 
@@ -21,32 +21,40 @@ if TYPE_CHECKING:
     from jaxscale.sweep.sweep import Sweep
 
 MOST = 128
-"""A grid of no more points than these is checked at every one; a larger one, and an endless space, along each axis."""
+"""Grids of at most this many points are checked at every point; larger and infinite spaces, along each axis."""
 
 SHAPES = 16
-"""So many runs that differ in more than learning rate and seed are laid out and traced, a fifth of a second each."""
+"""At most this many configs that differ in more than learning rate and seed are traced; each takes about 0.2 s."""
 
 METRICS = ("loss", "eval_loss", "grad_norm", "model_flops_per_second", "host_seconds")
 
 
 def check(sweep: Sweep, space: Mapping[str, Axis], base: Base) -> int:
-    """Builds the settings of trials, every one where there are not too many.
+    """Check a sweep by building the settings of its trials: of all if they are few, else of points along each axis.
+
+    Args:
+      sweep: the sweep.
+      space: its axes by binding.
+      base: what the trials have in common.
 
     Returns:
       the last step of a trial.
 
     Raises:
-      ConfigError: naming the binding that is unknown, of the wrong type, or that nothing reads.
+      ConfigError: a binding is unknown, of the wrong type, or read by no trial; or the search, the objective or the
+        number of runs does not fit.
     """
     if sweep.runs is not None and sweep.runs < 1:
         raise ConfigError(f"sweep.runs = {sweep.runs}: must be at least 1")
     total = sweep.search.total(space)
     if total is None and sweep.runs is None:
-        raise ConfigError(f"{type(sweep.search).__name__} has no end here; say sweep.runs = 20, or how many it may try")
+        raise ConfigError(
+            f"{type(sweep.search).__name__} never ends with these axes; set a number of trials, as sweep.runs = 20"
+        )
     if total is not None and total > (sweep.runs or total) and getattr(sweep.search, "waits", False):
         raise ConfigError(
-            f"sweep.runs = {sweep.runs}: {type(sweep.search).__name__} judges a rung once all of it are there, and of "
-            f"its {total} trials some would never begin; set it to {total}, or choose sweep.search = @ASHA()"
+            f"sweep.runs = {sweep.runs}: {type(sweep.search).__name__} judges a rung once all its trials are there, "
+            f"and some of its {total} trials would never start; set it to {total}, or choose sweep.search = @ASHA()"
         )
     unread = {name for key in space for name in names_of(key)}
     most, shapes = 0, list[TrainConfig]()
@@ -60,7 +68,7 @@ def check(sweep: Sweep, space: Mapping[str, Axis], base: Base) -> int:
         if alike not in shapes and len(shapes) < SHAPES:
             shapes.append(alike)
             check_run(config)
-    sweep.search.next(space, [], most)  # says what it cannot do with these axes and steps
+    sweep.search.next(space, [], most)  # raises if the search does not support these axes and steps
     if unread:
         name = sorted(unread)[0]
         known = [n for n in base.names if n.rpartition("/")[2].rpartition(".")[2] == name.rpartition(".")[2]]
@@ -74,19 +82,19 @@ def _check_objective(objective: str, config: TrainConfig) -> None:
     further = [f"eval_{name}{corpus}" for corpus in corpora for name in evaluated]
     known = tuple(dict.fromkeys((*METRICS, f"{examples(config)[0]}_per_second", *evaluated, *further)))
     if objective not in known:
-        raise ConfigError(f"sweep.objective = {objective!r} is no metric of a run{near(objective, known)}")
+        raise ConfigError(f"sweep.objective = {objective!r} is not a metric of a run{near(objective, known)}")
     if objective.startswith("eval_") and not config.eval_batches:
         raise ConfigError(
-            f"sweep.objective = {objective!r}, and train.eval_batches = 0 never evaluates; raise it, or minimise 'loss'"
+            f"sweep.objective = {objective!r}, but train.eval_batches = 0 never evaluates; raise it, or minimise 'loss'"
         )
 
 
 def _check_stopping(sweep: Sweep, config: TrainConfig) -> None:
-    """What ends runs early has to see them before their end."""
+    """Check that a stopper or pruner sees evaluations before the last step."""
     field = next((f for f in ("stopper", "pruner") if getattr(sweep.search, f, None) not in (Never(), None)), None)
     if field and sweep.objective.startswith("eval_") and not 0 < config.eval_every < config.steps:
         raise ConfigError(
-            f"{type(sweep.search).__name__}.{field} would see no curve: train.eval_every = {config.eval_every} of "
+            f"{type(sweep.search).__name__}.{field} would see no curve: train.eval_every = {config.eval_every} with "
             f"{config.steps} steps measures {sweep.objective} at the end only; set it to {max(config.steps // 10, 1)}"
         )
 

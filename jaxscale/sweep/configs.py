@@ -1,4 +1,4 @@
-"""From a gin text and what its axes are bound to, to the settings of a run."""
+"""Settings of a trial, from the gin text of a sweep and the values of its axes."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from jaxscale.step import TrainConfig
 from jaxscale.sweep.axes import split
 
 _LOADING = threading.RLock()
-"""The loaded config is the process's, and several trials may start in its threads."""
+"""gin's config is global to the process, and several trials may start in its threads."""
 
 
 @contextlib.contextmanager
 def loaded(bindings: Sequence[str]) -> Iterator[None]:
-    """While inside, these are the config that is in force; no other thread of a sweep loads one."""
+    """Context in which these bindings are the active config; other threads of a sweep wait."""
     with _LOADING, gin_config.isolated():
         gin_config.load(bindings=bindings)
         yield
 
 
 def settings_of(text: str) -> TrainConfig:
-    """The settings of a run from gin text that describes the whole of it."""
+    """Return the settings of a run from its complete gin text."""
     with loaded([text]):
         return cast(TrainConfig, gin_config.call("train"))
 
 
 class Base:
-    """What all trials of a sweep have in common.
+    """The config that all trials of a sweep have in common.
 
     Args:
-      text: gin text of a run; bindings that only the sweep reads do not matter.
+      text: gin text of a run; bindings that only the sweep reads are allowed.
     """
 
     def __init__(self, text: str):
@@ -44,10 +44,13 @@ class Base:
         self.names = [line.partition(" = ")[0] for line in text.splitlines() if " = " in line and line[0] != "#"]
 
     def bind(self, bindings: Mapping[str, Any]) -> tuple[TrainConfig, list[str]]:
-        """The settings of a trial, and those of its bindings that nothing reads.
+        """Return the settings of a trial, and the names of its bindings that nothing reads.
+
+        Args:
+          bindings: the value of each axis.
 
         Raises:
-          ConfigError: a binding is unknown or of the wrong type, or what comes of them all is no run.
+          ConfigError: a binding is unknown or of the wrong type, or the settings are not valid together.
         """
         lines = {name: f"{self.named(name)} = {gin_config.text(value)}" for name, value in split(bindings).items()}
         with loaded([self.text, *lines.values()]):
@@ -56,22 +59,28 @@ class Base:
         return config, [name for name in lines if self.named(name) in unread]
 
     def job_text(self, bindings: Mapping[str, Any]) -> str:
-        """gin text of a trial's whole run, from which `settings_of` makes the settings.
+        """Return the complete gin text of a trial, which `settings_of` reads.
+
+        Args:
+          bindings: the value of each axis.
 
         Raises:
-          ConfigError: as `bind`; or a part of it came from Python and has no words in gin.
+          ConfigError: as `bind`; or a part is a Python object that gin text cannot express.
         """
         text = gin_config.dumps("train", self.bind(bindings)[0].values())
         lost = gin_config.lost(text)
         if lost:
             raise ConfigError(
-                f"{lost[0]} came from Python and cannot be written as gin, which every run of a sweep is told in; "
-                "register its class with jaxscale.config.register"
+                f"{lost[0]} came from Python and cannot be written as gin text, from which every run of a sweep is "
+                "built; register its class with jaxscale.config.register"
             )
         return self.imports + text
 
     def named(self, name: str) -> str:
-        """What the text itself calls a binding: a text made from objects gives each a scope of its own.
+        """Return a binding's name in the text, where text made from Python objects has a scope for each object.
+
+        Args:
+          name: the binding as `sweep.axes` names it.
 
         Raises:
           ConfigError: it is neither a parameter nor a macro of the text.
@@ -84,7 +93,7 @@ class Base:
 
 
 def differences(before: str, after: str) -> str:
-    """Every binding that two gin texts differ in, with what it was and is."""
+    """Return a sentence with every binding that differs between two gin texts, with both values."""
     was, now = ({k: v for k, _, v in (line.partition(" = ") for line in t.splitlines())} for t in (before, after))
     keys = [k for k in sorted({**was, **now}) if was.get(k) != now.get(k)]
     each = [f"{key} was {was.get(key, 'not bound')} and is {now.get(key, 'not bound')}" for key in keys]

@@ -1,4 +1,4 @@
-"""The loop of a sweep: starts trials, looks how far they are, stops those that their search gives up."""
+"""The loop of a sweep: starts trials, reads their progress, stops those that the search gives up."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from jaxscale.sweep.jobs import sentence
 from jaxscale.sweep.outcomes import Outcome, Progress
 
 DEATHS = 3
-"""So often a trial may end without a word and without having come further than before."""
+"""A trial fails when its process has died this many times without progress and without writing an outcome."""
 
 LOOK = 0.2
-"""Seconds between two looks at what runs."""
+"""Seconds between two polls of running trials."""
 
 
 @dataclasses.dataclass
 class _Started:
-    """A trial that runs because this process started it."""
+    """A running trial that this process started."""
 
     handle: Handle
     progress: Progress
@@ -46,18 +46,20 @@ class _Started:
 
 @dataclasses.dataclass
 class Coordinator:
-    """Carries a sweep out.
+    """Runs a sweep to its end.
 
     Args:
       space: the axes by binding.
       steps: the last step of a trial.
-      search, runner, ledger: of the sweep.
+      search: chooses the trials.
+      runner: runs them.
+      ledger: the list of trials.
       base: what the trials have in common.
       objective: the metric that the search minimises.
-      runs: no more trials than these.
+      runs: at most this many trials; `None` for no limit.
       imports: modules for the processes of the trials to import.
-      stopping: asked all the time; once it is true nothing is started and what runs is stopped.
-      changed: told the records whenever one has.
+      stopping: polled; once it returns true, nothing more is started and running trials are stopped.
+      changed: called with all records after every poll.
     """
 
     space: Mapping[str, Axis]
@@ -75,10 +77,10 @@ class Coordinator:
     def __post_init__(self) -> None:
         self._running: dict[int, _Started] = {}
         self._deaths: dict[int, list[float]] = {}
-        self._told_to_stop = False
+        self._stop_sent = False
 
     def run(self) -> None:
-        """Until there is nothing to start and nothing runs, or it was stopped."""
+        """Run until nothing runs and nothing is left to start, or until stopped."""
         try:
             while True:
                 began = time.monotonic()
@@ -92,14 +94,14 @@ class Coordinator:
                 busy = any(r.state in (RUNNING, WAITING) for r in records) and not self.stopping()
                 if not self._running and not busy:
                     return
-                time.sleep(max(LOOK, 4 * (time.monotonic() - began)))  # long curves are looked at less often
+                time.sleep(max(LOOK, 4 * (time.monotonic() - began)))  # at most a fifth of the time goes to polling
         finally:
             self.runner.close()
 
     def _look(self) -> None:
-        """Reports what ours have come to."""
+        """Poll running trials and report their progress."""
         for id, started in list(self._running.items()):
-            alive = started.handle.alive()  # asked before its folder is read, so that no word of its is missed
+            alive = started.handle.alive()  # before reading the folder, so that nothing it writes is missed
             record = started.progress.read(running=alive)
             grown = len(record.curve) > len(started.record.curve)
             started.record = record
@@ -115,14 +117,14 @@ class Coordinator:
                 started.handle.stop(id)
 
     def _ended(self, started: _Started, record: Record) -> None:
-        """What its end means, where the folder alone does not say."""
+        """Set the state of a trial that ended: stopped by the search, or failed after repeated deaths."""
         if record.state != WAITING or Outcome.read(started.progress.folder) != started.before:
             record.state = STOPPED if started.given_up and record.state == WAITING else record.state
             return
         deaths = self._deaths.setdefault(record.trial.id, [])
         deaths.append(record.metrics["steps"])
         if len(deaths) >= DEATHS and deaths[-1] <= deaths[-DEATHS]:
-            error = f"its process {started.handle.why() or 'ended without a word'}, {DEATHS} times at the same step"
+            error = f"its process {started.handle.why() or 'ended without an outcome'}, {DEATHS} times at the same step"
             self._fail(record, error)
 
     def _fail(self, record: Record, error: str) -> None:
@@ -131,7 +133,7 @@ class Coordinator:
         record.state, record.error = FAILED, error
 
     def _start(self) -> None:
-        """Fills the slots that are free."""
+        """Start trials in the free slots."""
         jobs: list[Job] = []
         while len(self._running) + len(jobs) < self.runner.slots():
             trial = self._next(self.ledger.records())
@@ -140,7 +142,7 @@ class Coordinator:
                 break
             try:
                 jobs.append(Job(trial, folder, self.base.job_text(trial.bindings), self.imports))
-            except Exception as e:  # of a part of somebody's own, say: a run that fails is a row
+            except Exception as e:  # a user's class may raise anything; the trial is then a failed row
                 record = Progress(trial, folder, self.objective).read()
                 self._fail(record, sentence(e))
                 self.ledger.report(record)
@@ -156,19 +158,19 @@ class Coordinator:
         waiting = next((r.trial for r in records if r.state == WAITING), None)
         if waiting is not None:
             return waiting
-        return wanted(self.search, self.space, records, self.steps, self.runs)
+        return next_trial(self.search, self.space, records, self.steps, self.runs)
 
     def _stop_all(self) -> None:
-        if not self._told_to_stop:
+        if not self._stop_sent:
             for id, started in self._running.items():
                 started.handle.stop(id)
-        self._told_to_stop = True
+        self._stop_sent = True
 
 
-def wanted(
+def next_trial(
     search: Search, space: Mapping[str, Axis], records: Sequence[Record], steps: int, runs: int | None
 ) -> Trial | None:
-    """What a search asks for next, of no more than so many trials."""
+    """Return the trial that a search chooses next, or `None` once there are `runs` trials."""
     trial = search.next(space, records, steps)
     return None if trial is not None and trial.id == len(records) and trial.id >= (runs or math.inf) else trial
 

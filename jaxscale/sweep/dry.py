@@ -1,4 +1,4 @@
-"""What a sweep would do, without doing it."""
+"""Dry run of a sweep: its trials and their cost."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ if TYPE_CHECKING:
     from jaxscale.sweep.sweep import Prepared
 
 MOST = 1000
-"""No more trials than these are listed."""
+"""At most this many trials are listed."""
 
 
 class Planned(NamedTuple):
-    """A trial that would be asked for, and what it comes to.
+    """A trial that would run, and its cost.
 
     Args:
-      trial: it.
-      steps: of the whole of it, or up to its `until`.
-      unit, examples: what those steps go through, "tokens" or "rows", and how many.
-      flops: of those steps; `None` where the model has no formula for them.
+      trial: the trial.
+      steps: its steps, up to its `until`.
+      unit: what `examples` counts, "tokens" or "rows".
+      examples: number of tokens or rows in those steps.
+      flops: FLOPs of those steps; `None` if the model has no formula for them.
     """
 
     trial: Trial
@@ -36,7 +37,7 @@ class Planned(NamedTuple):
 
 
 def planned(prepared: Prepared) -> list[Planned]:
-    """The trials that the search asks for before it has seen a result, as many as there may be."""
+    """Return the trials that the search chooses before any result is known, at most `sweep.runs` or `MOST`."""
     sweep, records, out = prepared.sweep, list[Record](), list[Planned]()
     while len(out) < (sweep.runs or MOST):
         trial = sweep.search.next(prepared.space, records, prepared.steps)
@@ -51,31 +52,31 @@ def planned(prepared: Prepared) -> list[Planned]:
 
 
 def table_of(prepared: Prepared) -> Any:
-    """A rich table of them, and their sum."""
+    """Return a rich table of the planned trials, and their sum."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    found, sweep = planned(prepared), prepared.sweep
+    trials, sweep = planned(prepared), prepared.sweep
     title = f"{type(sweep.search).__name__}, minimising {sweep.objective}, on {type(sweep.runner).__name__}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    names = list(dict.fromkeys(name for p in found for name in split(p.trial.bindings)))
-    units = dict.fromkeys(p.unit for p in found)
+    names = list(dict.fromkeys(name for p in trials for name in split(p.trial.bindings)))
+    units = dict.fromkeys(p.unit for p in trials)
     for name in ("", *names, "steps", " or ".join(units), "FLOPs"):
         table.add_column(name, justify="left" if not name else "right")
-    for p in found:
+    for p in trials:
         values = split(p.trial.bindings)
         cells = (plain(values[name]) for name in names)
         table.add_row(f"{p.trial.id:03}", *cells, f"{p.steps:,}", f"{p.examples:,}", _flops([p]))
     table.add_section()
-    sums = f"{sum(p.steps for p in found):,}", f"{sum(p.examples for p in found):,}", _flops(found)
-    table.add_row(f"{len(found)} runs", *("" for _ in names), *sums)
+    sums = f"{sum(p.steps for p in trials):,}", f"{sum(p.examples for p in trials):,}", _flops(trials)
+    table.add_row(f"{len(trials)} runs", *("" for _ in names), *sums)
     total = sweep.search.total(prepared.space)
-    if any(p.trial.until for p in found) or total is not None and len(found) < min(total, sweep.runs or total):
-        table.caption, table.caption_justify = "what comes after these depends on what they come to", "left"
+    if any(p.trial.until for p in trials) or total is not None and len(trials) < min(total, sweep.runs or total):
+        table.caption, table.caption_justify = "later trials depend on the results of these", "left"
     return table
 
 
 def _flops(trials: Sequence[Planned]) -> str:
-    """What trials come to together; a dash where that is not known of each."""
+    """FLOPs of trials together; a dash if those of any are unknown."""
     known = [p.flops for p in trials if p.flops is not None]
     return f"{float(sum(known)):.3g}" if len(known) == len(trials) else "-"

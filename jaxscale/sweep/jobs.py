@@ -1,4 +1,4 @@
-"""A trial on its way to where it runs, and what runs it: one `fit`, and its outcome."""
+"""Running one trial: its job file, one `fit`, its outcome."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from jaxscale.train.files import read_json, write_json
 from jaxscale.train.metrics import read_metrics
 
 
-def run_job(job: Job, fit: Callable[..., Any] = fit, **how: Any) -> None:
-    """Runs a trial to where it was asked to go and writes its `outcome.json`; a failure is an outcome as well.
+def run_job(job: Job, fit: Callable[..., Any] = fit, **options: Any) -> None:
+    """Run a trial up to its `until` and write its `outcome.json`; a failure is an outcome as well.
 
-    Waits while another process has it, and leaves alone what is done already.
+    Waits while another process runs the trial. Does nothing if the trial is already done.
 
     Args:
       job: the trial.
       fit: trains; called as `jaxscale.fit` is.
-      **how: for it, such as `stop=`.
+      **options: further arguments for `fit`, such as `stop=`.
     """
-    stop: Callable[[], bool] | None = how.get("stop")
+    stop: Callable[[], bool] | None = options.get("stop")
     lock = _lock(job.folder, stop)
     if lock is None:
         return
@@ -48,8 +48,8 @@ def run_job(job: Job, fit: Callable[..., Any] = fit, **how: Any) -> None:
             config = config_of(job)
             target = min(job.trial.until or config.steps, config.steps)
             steps = _steps(job.folder)
-            if steps < target:  # else it was killed after its last checkpoint, before it could say so
-                fit(config, run=job.folder, resume="newest", until=target, **{"quiet": True, **how})
+            if steps < target:  # else it was killed after its last checkpoint, before it wrote its outcome
+                fit(config, run=job.folder, resume="newest", until=target, **{"quiet": True, **options})
                 steps = _steps(job.folder)
             state, error = _state(steps, target, config.steps), None
         except Exception as e:
@@ -60,45 +60,48 @@ def run_job(job: Job, fit: Callable[..., Any] = fit, **how: Any) -> None:
 
 
 def config_of(job: Job) -> TrainConfig:
-    """The settings of a trial; safe to call from several threads."""
+    """Return the settings of a trial; safe to call from several threads."""
     for module in job.imports:
         importlib.import_module(module)
     return settings_of(job.config)
 
 
 def sizes(config: TrainConfig, steps: int) -> dict[str, float]:
-    """What so many steps of a run come to: tokens, parameters and FLOPs."""
+    """Return the number of tokens (or rows) and FLOPs of this many steps, and the number of parameters."""
     (unit, count), flops = examples(config), model_flops(config)
-    found: dict[str, float] = {unit: steps * count, "parameters": parameter_count(config)}
-    return found if flops is None else {**found, "flops": steps * flops}
+    counts: dict[str, float] = {unit: steps * count, "parameters": parameter_count(config)}
+    return counts if flops is None else {**counts, "flops": steps * flops}
 
 
 def sentence(error: BaseException) -> str:
-    """An error in one line; ours are sentences, of others the kind says more."""
+    """Return an error in one line, with its type unless it is one of jaxscale's own, which are sentences."""
     text = " ".join(str(error).split())[:500]
     return text if isinstance(error, JaxscaleError) else f"{type(error).__name__}: {text}"
 
 
 def write_job(job: Job) -> Path:
-    """The job's file, which `read_job` reads."""
+    """Write the job's file, which `read_job` reads, and return its path."""
     file = job_file(job.folder, "json")
     file.parent.mkdir(parents=True, exist_ok=True)
     texts = {key: gin_config.text(value) for key, value in job.trial.bindings.items()}
     trial = {"id": job.trial.id, "until": job.trial.until, "bindings": texts}
-    told = {"trial": trial, "folder": str(job.folder.resolve()), "config": job.config, "imports": job.imports}
-    write_json(file, told, None)
+    fields = {"trial": trial, "folder": str(job.folder.resolve()), "config": job.config, "imports": job.imports}
+    write_json(file, fields, None)
     return file
 
 
 def read_job(file: Path) -> Job:
-    """See `write_job`."""
-    told = read_json(file)
-    for module in told["imports"]:
+    """Read a job from a file of `write_job`, and import its modules."""
+    fields = read_json(file)
+    for module in fields["imports"]:
         importlib.import_module(module)
-    trial = told["trial"]
+    trial = fields["trial"]
     bindings = {key: gin_config.parse(text) for key, text in trial["bindings"].items()}
     return Job(
-        Trial(trial["id"], bindings, trial["until"]), Path(told["folder"]), told["config"], tuple(told["imports"])
+        Trial(trial["id"], bindings, trial["until"]),
+        Path(fields["folder"]),
+        fields["config"],
+        tuple(fields["imports"]),
     )
 
 
@@ -113,13 +116,13 @@ def _steps(folder: Path) -> int:
 
 
 def _reached(folder: Path) -> int:
-    """The last step it took, kept or not."""
+    """The last step in its metrics, checkpointed or not."""
     rows = read_metrics(folder / "metrics.jsonl")
     return rows[-1]["step"] if rows else 0
 
 
 def _lock(folder: Path, stop: Callable[[], bool] | None) -> IO[str] | None:
-    """The trial, once no other process has it; `None` where this one was asked to stop before."""
+    """Wait for the trial's lock file and return it open; `None` if `stop` became true before."""
     path = job_file(folder, "lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("w")

@@ -1,4 +1,4 @@
-"""`trials.jsonl`: every trial that was asked for, written down before it starts. The ledger of one machine."""
+"""`trials.jsonl`: the ledger of one machine, in which each trial is written before it starts."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ log = logging.getLogger("jaxscale")
 
 FILE = "trials.jsonl"
 JOBS = "jobs"
-"""Where each trial's `007.json`, `007.lock`, `007.log` and `007.failed-1.json` are, beside the runs' own folders."""
+"""Folder of each trial's `007.json`, `007.lock`, `007.log` and `007.failed-1.json`, beside the run folders."""
 
 
 class Journal:
-    """A sweep's folder as a `Ledger`; one process at a time has it.
+    """A sweep's folder as a `Ledger`, locked by one process at a time.
 
     Args:
-      folder: of the sweep.
+      folder: the sweep's folder.
       objective: the metric of the records' curves.
-      shared: other folders have the sweep's other trials, so that numbers may be missing here.
+      shared: other machines' folders hold the sweep's other trials, so ids may be missing here.
 
     Raises:
-      RunError: another process has it, or it cannot be written to.
+      RunError: another process has locked it, or it cannot be written to.
     """
 
     def __init__(self, folder: Path, objective: str, *, shared: bool = False):
@@ -47,7 +47,7 @@ class Journal:
             (folder / JOBS).mkdir(exist_ok=True)
             self._lock = (folder / ".sweep.lock").open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._file = open_to_append(folder / FILE)  # a line torn by a kill is of a trial that did not start
+            self._file = open_to_append(folder / FILE)  # a partial line belongs to a trial that did not start
         except BlockingIOError:
             raise RunError(f"{folder} is being swept by another process; wait for it, or name another folder") from None
         except OSError as e:
@@ -61,10 +61,10 @@ class Journal:
         self._mine: set[int] = set()
 
     def _check(self) -> None:
-        """That it says of every trial what it is.
+        """Check that every trial has a readable line, or a copy in `jobs/`.
 
         Raises:
-          AlteredFile: an edit by hand has to be accepted first, or a damaged line is nowhere else.
+          AlteredFile: a line was edited by hand and not accepted, or is damaged and has no copy.
         """
         trials, _, lines = _read_trials(self.folder)
         lost = [id for id in range(max(trials, default=-1)) if id not in trials and not self.shared]
@@ -73,12 +73,12 @@ class Journal:
             if lines.damaged:
                 raise altered_lines(self.folder / FILE, lines)
             raise RunError(
-                f"{self.folder / FILE} has no line of trial {lost[0]}, nor has {JOBS}; restore it from a copy, or "
-                "sweep into another folder"
+                f"{self.folder / FILE} has no line of trial {lost[0]}, and {JOBS} has no file of it; restore the file "
+                "from a backup, or sweep into another folder"
             )
 
     def records(self) -> list[Record]:
-        """See `Ledger`. A trial that a worker of an earlier process still has counts as running."""
+        """Return all trials by id; one that an earlier process's worker still runs counts as running."""
         for id, record in self._records.items():
             if record.state == RUNNING and record.run is not None and id not in self._mine:
                 progress = Progress(record.trial, record.run, self.objective)
@@ -86,15 +86,15 @@ class Journal:
         return [self._records[id] for id in sorted(self._records)]
 
     def claim(self, trial: Trial) -> Path:
-        """See `Ledger`; it is on the disk before this returns."""
+        """Record on disk that a trial starts now, and return its run folder."""
         known = self._records.get(trial.id)
         if known is None or known.trial != trial:
             texts = {key: gin_config.text(value) for key, value in trial.bindings.items()}
-            told = {"id": trial.id, "bindings": texts, "until": trial.until}
-            self._write(told)
+            fields = {"id": trial.id, "bindings": texts, "until": trial.until}
+            self._write(fields)
             copy = job_file(run_folder(self.folder, trial.id), "json")  # a runner writes more into it
             if not copy.exists():
-                write_json(copy, {"trial": told}, None)
+                write_json(copy, {"trial": fields}, None)
         self._mine.add(trial.id)
         folder = run_folder(self.folder, trial.id)
         record = Progress(trial, folder, self.objective).read(running=True)
@@ -102,7 +102,7 @@ class Journal:
         return folder
 
     def report(self, record: Record) -> bool:
-        """See `Ledger`."""
+        """Store a record; always `True`, since no other machine can have the trial."""
         if record.state == STOPPED:
             self._write({"id": record.trial.id, "stopped": True})
         if record.state != RUNNING:
@@ -111,7 +111,7 @@ class Journal:
         return True
 
     def retry_failed(self) -> list[int]:
-        """See `Ledger`."""
+        """Set failed trials to waiting and return their ids."""
         failed = [record for record in self.records() if record.state in BAD]
         for record in failed:
             folder = run_folder(self.folder, record.trial.id)
@@ -120,7 +120,7 @@ class Journal:
         return [record.trial.id for record in failed if self._records[record.trial.id].state not in BAD]
 
     def close(self) -> None:
-        """See `Ledger`."""
+        """Close the file and release the lock."""
         self._file.close()
         self._lock.close()
 
@@ -134,14 +134,14 @@ class Journal:
 
 
 def read_records(folder: Path, objective: str, say: Callable[[str], None] = log.warning) -> list[Record]:
-    """All trials of a sweep's folder by id, from what is on disk.
+    """Read all trials of a sweep's folder, by id.
 
-    Of a trial whose line is damaged the bindings are those in `jobs/`; where they are not there, its state is damaged.
+    If a trial's line is damaged, its bindings are read from `jobs/`; if they are missing too, its state is damaged.
 
     Args:
-      folder: of the sweep.
-      objective: of the records' curves.
-      say: takes a sentence that names damaged lines.
+      folder: the sweep's folder.
+      objective: the metric of the records' curves.
+      say: called with a sentence that names damaged lines.
     """
     trials, stopped, lines = _read_trials(folder)
     if lines.damaged:
@@ -152,7 +152,7 @@ def read_records(folder: Path, objective: str, say: Callable[[str], None] = log.
         run = run_folder(folder, id)
         trial = trials.get(id) or _trial_in_job(run)
         if trial is None:
-            error = f"no line of {folder / FILE} and no {job_file(run, 'json')} says what it is"
+            error = f"its bindings are unknown: neither {folder / FILE} nor {job_file(run, 'json')} has them"
             records.append(Record(Trial(id, {}), DAMAGED, error=error, run=run))
             continue
         record = Progress(trial, run, objective).read(running=held(folder, id))
@@ -163,7 +163,7 @@ def read_records(folder: Path, objective: str, say: Callable[[str], None] = log.
 
 
 def _read_trials(folder: Path) -> tuple[dict[int, Trial], set[int], Lines]:
-    """The trials by id as they were last asked for, the ids of those that were stopped, and what is damaged."""
+    """The trials by id as last requested, the ids of stopped ones, and the reader, which lists damaged lines."""
     lines, trials, stopped = Lines(), {}, set()
     try:
         rows = lines.feed(reading.read_bytes(folder / FILE))
@@ -183,7 +183,7 @@ def _read_trials(folder: Path) -> tuple[dict[int, Trial], set[int], Lines]:
                 trial = _trial(row)
                 trials[trial.id] = trial
         except (KeyError, TypeError, ValueError, AttributeError):
-            continue  # of an earlier version, which had no digests
+            continue  # a line of an earlier version, which had no digests
     return trials, stopped, lines
 
 
@@ -194,12 +194,12 @@ def _trial(row: dict[str, Any]) -> Trial:
 def _bound(text: str) -> Any:
     try:
         return gin_config.parse(text)
-    except ConfigError:  # of a part that was not imported here
+    except ConfigError:  # a reference to a class that is not imported here
         return gin_config.Text(text)
 
 
 def _trial_in_job(run: Path) -> Trial | None:
-    """What `jobs/007.json` says of a trial."""
+    """The trial in `jobs/007.json`; `None` if it cannot be read."""
     try:
         return _trial(read_json(job_file(run, "json"))["trial"])
     except (OSError, JaxscaleError, KeyError, TypeError, ValueError, AttributeError):
@@ -207,17 +207,24 @@ def _trial_in_job(run: Path) -> Trial | None:
 
 
 def run_folder(folder: Path, id: int) -> Path:
-    """Of a trial."""
+    """Return the run folder of a trial."""
     return folder / f"{id:03}"
 
 
 def job_file(run: Path, kind: str) -> Path:
-    """`jobs/007.json`, `.lock` or `.log` of the trial whose run folder this is."""
+    """Return the path of `jobs/007.json`, `.lock` or `.log` for the trial with this run folder."""
     return run.parent / JOBS / f"{run.name}.{kind}"
 
 
 def try_again(run: Path) -> None:
-    """Lets a trial that has failed be started once more; what it failed with stays as `jobs/007.failed-1.json`."""
+    """Let a failed trial be started again; its failed outcome is moved to `jobs/007.failed-1.json`.
+
+    Args:
+      run: the trial's run folder.
+
+    Raises:
+      RunError: the folder cannot be written to.
+    """
     try:
         outcome = Outcome.read(run)
     except AlteredFile:
@@ -227,19 +234,19 @@ def try_again(run: Path) -> None:
     try:
         number = next(n for n in itertools.count(1) if not job_file(run, f"failed-{n}.json").exists())
         (run / OUTCOME).rename(job_file(run, f"failed-{number}.json"))
-        if not is_new(run):  # else it never began, and a run begins in an empty folder
+        if not is_new(run):  # else it never started, and a run starts in an empty folder
             Outcome(STOPPED, 0, outcome.seconds).write(run)
     except OSError as e:
         raise RunError(f"cannot write into {run}: {e.strerror}") from e
 
 
 def held(folder: Path, id: int) -> bool:
-    """Whether a process, of whatever sweep, is running the trial."""
+    """Whether any process, of this sweep or another, is running the trial."""
     try:
         with reading.open_file(job_file(run_folder(folder, id), "lock")) as f:
-            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)  # NFS wants no more of a reader, and two may ask at once
+            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: NFS allows it to readers, and two may test at once
     except BlockingIOError:
         return True
-    except OSError:  # there is none, or no process of ours made it
+    except OSError:  # no lock file, or not one that jaxscale made
         pass
     return False

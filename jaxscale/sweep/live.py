@@ -1,4 +1,4 @@
-"""What a person sees while a sweep runs: a table that lives on a terminal, a line a change elsewhere."""
+"""Progress of a sweep: a live table on a terminal; elsewhere, a line for each change of state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxscale.sweep.axes import names_of, split
 from jaxscale.sweep.base import BAD, DAMAGED, FAILED, FINISHED, PAUSED, RUNNING, STOPPED, WAITING, Axis, Record
-from jaxscale.sweep.coordinator import wanted
+from jaxscale.sweep.coordinator import next_trial
 from jaxscale.sweep.outcomes import plain, score
 from jaxscale.sweep.table import FILE, best_of
 from jaxscale.train.report import Reporter
@@ -19,20 +19,23 @@ from jaxscale.units import clock
 if TYPE_CHECKING:
     from jaxscale.sweep.sweep import Sweep
 
-SHOWN = 20
-"""Trials on the screen: what runs, then the best, then the others."""
+MAX_ROWS = 20
+"""Number of trials in the live table: running ones, then the best, then the others."""
 
 
 _LEFT = {PAUSED: "left at a rung", STOPPED: "stopped early", FAILED: "failed", DAMAGED: "damaged"}
 
 
 class Live:
-    """Shows a sweep's records.
+    """Prints a sweep's progress.
 
     Args:
-      folder, sweep, space, steps: of the sweep.
-      fresh: none of it was in the folder before.
-      quiet: say nothing.
+      folder: the sweep's folder.
+      sweep: the sweep.
+      space: its axes by binding.
+      steps: the last step of a trial.
+      fresh: whether the folder held no trial before.
+      quiet: print nothing.
     """
 
     def __init__(self, folder: Path, sweep: Sweep, space: Mapping[str, Axis], steps: int, *, fresh: bool, quiet: bool):
@@ -64,16 +67,17 @@ class Live:
             self.reporter.say(self._end())
 
     def retried(self, ids: Sequence[int]) -> None:
-        """Which trials that failed are to be tried once more."""
+        """Print which failed trials will be retried."""
         which = ", ".join(f"{id:03}" for id in ids)
-        self.reporter.say(f"trying again what failed: {which}" if ids else "no run of this sweep has failed")
+        self.reporter.say(f"retrying failed runs: {which}" if ids else "no run of this sweep has failed")
 
     def show(self, records: Sequence[Record]) -> None:
-        """The records as they are now."""
+        """Print or redraw the records as they are now."""
         if self._states is None:
             self._states = {r.trial.id: r.state for r in records if r.state in (FINISHED, STOPPED, *BAD)}
             if records:
-                self.reporter.say(f"{'sweeping' if self.fresh else 'going on'} in {self.folder}: {self._came(records)}")
+                verb = "sweeping" if self.fresh else "continuing"
+                self.reporter.say(f"{verb} in {self.folder}: {self._summary(records)}")
         self.records = records
         self._pace.look(records)
         for record in records:
@@ -90,11 +94,11 @@ class Live:
     def _done(self, records: Sequence[Record]) -> str:
         ended = [r for r in records if r.state in (FINISHED, STOPPED, *BAD)]
         count = Counter(r.state for r in ended)
-        said = f"{len(ended)} of {self.total if self.total is not None else len(records)} runs done"
-        return said + "".join(f", {count[state]} {state}" for state in BAD if count[state])
+        done = f"{len(ended)} of {self.total if self.total is not None else len(records)} runs done"
+        return done + "".join(f", {count[state]} {state}" for state in BAD if count[state])
 
-    def _came(self, records: Sequence[Record]) -> str:
-        """What is done; of a search that is over and did not take all to their end, what became of them."""
+    def _summary(self, records: Sequence[Record]) -> str:
+        """How many runs are done; if the search is over and ended some early, how many are in each state."""
         count = Counter(r.state for r in records)
         if not (count[PAUSED] or count[STOPPED]) or not self._over(records):
             return self._done(records)
@@ -105,7 +109,7 @@ class Live:
     def _over(self, records: Sequence[Record]) -> bool:
         if any(r.state in (RUNNING, WAITING) for r in records):
             return False
-        return wanted(self.sweep.search, self.space, records, self.steps, self.sweep.runs) is None
+        return next_trial(self.sweep.search, self.space, records, self.steps, self.sweep.runs) is None
 
     def _head(self, done: str) -> str:
         parts = [str(self.folder), done]
@@ -125,26 +129,27 @@ class Live:
         for name in ("", *self.names, "state", "step", self.objective, "time"):
             table.add_column(name, justify="left" if name in ("", "state") else "right")
         order = sorted(self.records, key=lambda r: (r.state != RUNNING, score(r), r.trial.id))
-        for record in order[:SHOWN]:
+        for record in order[:MAX_ROWS]:
             values = split(record.trial.bindings)
             cells = [plain(values.get(name, "")) for name in self.names]
             state = f"{record.state}: {record.error}" if record.error else record.state
             steps = f"{record.metrics.get('steps', 0):.0f}/{record.trial.until or self.steps}"
             value = f"{record.curve[-1][1]:.4f}" if record.curve else ""
             table.add_row(f"{record.trial.id:03}", *cells, state, steps, value, clock(record.seconds))
-        if len(order) > SHOWN:
-            table.caption, table.caption_justify = f"and {len(order) - SHOWN} more in {FILE}", "left"
+        if len(order) > MAX_ROWS:
+            table.caption, table.caption_justify = f"and {len(order) - MAX_ROWS} more in {FILE}", "left"
         return Group(self._head(self._done(self.records)), table)
 
     def _end(self) -> str:
         table = f"the table is in {self.folder / FILE}"
         if not self._over(self.records):
-            return f"stopped with {self._done(self.records)}; the same sweep with --run {self.folder} goes on; {table}"
-        return f"{self._head(self._came(self.records))}; {table}"
+            done = self._done(self.records)
+            return f"stopped with {done}; to continue, start the same sweep with --run {self.folder}; {table}"
+        return f"{self._head(self._summary(self.records))}; {table}"
 
 
 class _Pace:
-    """Steps a second since this process began."""
+    """Estimates the remaining time from steps per second since this process started."""
 
     def __init__(self) -> None:
         self._began = time.time()
@@ -152,14 +157,14 @@ class _Pace:
         self._rate = 0.0
 
     def look(self, records: Sequence[Record]) -> None:
-        """Takes note of how far the records are."""
+        """Update the rate from the steps of the records."""
         steps = {r.trial.id: r.metrics.get("steps", 0) for r in records}
         self._first = steps if self._first is None else self._first
-        taken = sum(n - self._first.get(id, 0) for id, n in steps.items())
-        self._rate = taken / max(time.time() - self._began, 1e-3)
+        new = sum(n - self._first.get(id, 0) for id, n in steps.items())
+        self._rate = new / max(time.time() - self._began, 1e-3)
 
     def left(self, records: Sequence[Record], total: int | None, steps: int) -> float | None:
-        """Seconds, as if every trial that is still to come went to its last step; `None` while nobody can tell."""
+        """Seconds left if every trial still to come ran to its last step; `None` if that cannot be estimated."""
         if total is None or self._rate <= 0:
             return None
         ended = (FINISHED, STOPPED, *BAD)

@@ -1,4 +1,4 @@
-"""What the folder of a trial says: how far it is, and how it ended."""
+"""Progress and outcome of a trial, read from its folder."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Outcome:
     """How a trial's last start ended.
 
     Args:
-      state: finished, paused (has taken `until` steps), stopped (was asked to, and can go on) or failed.
-      steps: taken in all.
-      seconds: of wall time, over all starts that ended by themselves.
-      error: what it failed with.
-      sizes: `tokens`, `parameters` and `flops` of those steps.
+      state: finished, paused (reached its `until`), stopped (on request; can be continued) or failed.
+      steps: number of steps in all.
+      seconds: wall time, over all starts that wrote an outcome.
+      error: why it failed.
+      sizes: `tokens` (or `rows`), `parameters` and `flops` of those steps.
     """
 
     state: str
@@ -36,16 +36,19 @@ class Outcome:
     sizes: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Writes it whole or not at all."""
+        """Write the outcome into a folder, atomically."""
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / FILE, dataclasses.asdict(self), None)
 
     @classmethod
     def read(cls, folder: Path) -> Outcome | None:
-        """The folder's; `None` where there is none.
+        """Read the outcome in a folder; `None` if there is none.
+
+        Args:
+          folder: the run folder.
 
         Raises:
-          AlteredFile: it is not what was written.
+          AlteredFile: the file is damaged or was edited.
         """
         try:
             outcome = cls(**read_json(folder / FILE))
@@ -57,25 +60,35 @@ class Outcome:
             raise altered(folder / FILE, DamagedFile(str(e).partition("() ")[2])) from None
         numbers = all(type(n) in (int, float) for n in (outcome.steps, outcome.seconds))
         if outcome.state not in _STATES or not numbers or not isinstance(outcome.sizes, dict):
-            raise altered(folder / FILE, DamagedFile("its values are none of an outcome"))
+            raise altered(folder / FILE, DamagedFile("its values are not those of an outcome"))
         return outcome
 
     def state_of(self, trial: Trial) -> str:
-        """What it means for a trial as it was last asked for."""
+        """Return the state of a trial as last requested: one that stopped or paused before its `until` waits."""
         if self.state in (FINISHED, FAILED):
             return self.state
         return PAUSED if trial.until is not None and self.steps >= trial.until else WAITING
 
 
 class Progress:
-    """Reads one trial's folder, each time only what is new."""
+    """Reads one trial's folder; each read parses only new lines of metrics.
+
+    Args:
+      trial: the trial as last requested.
+      folder: its run folder.
+      objective: the metric of its curve.
+    """
 
     def __init__(self, trial: Trial, folder: Path, objective: str):
         self.trial, self.folder, self.objective = trial, folder, objective
         self._tail = Tail(folder / "metrics.jsonl")
 
     def read(self, *, running: bool = False) -> Record:
-        """The record of the trial; `running` where that is known."""
+        """Return the record of the trial.
+
+        Args:
+          running: whether a process runs the trial now.
+        """
         rows, outcome, error = self._tail.rows(), None, None
         try:
             outcome = Outcome.read(self.folder)
@@ -104,16 +117,16 @@ class Progress:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether arithmetic can be done with a value: no boolean, and no whole number beyond what floats hold."""
+    """Whether a value is a float, or an integer (no boolean) that a float can hold."""
     return isinstance(value, float) or isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def score(record: Record) -> float:
-    """The last value of its objective; infinite where it has none, or is no number any more."""
+    """Return the last value of the objective; infinity if there is none or it is not finite."""
     value = record.curve[-1][1] if record.curve else math.inf
     return value if math.isfinite(value) else math.inf
 
 
 def plain(value: Any) -> str:
-    """A value as the table shows it: gin references and strings as they are, numbers briefly."""
+    """Return a value as text for the table: floats to six digits, everything else as `str` gives it."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Compiled programs are kept on disk, so that trials of one shape compile once, in whichever process."""
+"""JAX's persistent compilation cache, so that trials of one shape compile once, in any process."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _NUMERICS = (
     "jax_default_prng_impl",
     "jax_threefry_partitionable",
 )
-"""Options that decide what numbers a run gives, and may have been set in this process by `jax.config`."""
+"""JAX options that change a run's numbers, and that may have been set in this process by `jax.config`."""
 
 
 def keep_programs() -> None:
-    """In this process; where somebody has chosen a folder, that is left alone."""
+    """Turn on JAX's compilation cache in this process, unless the user has set its folder."""
     if _set("jax_compilation_cache_dir") is None:
-        for name, value in _kept().items():
+        for name, value in _cache_options().items():
             jax.config.update(name, value)
 
 
 def environment() -> dict[str, str]:
-    """Of a process that runs trials: our modules, devices and numerics as here, and the same kept programs."""
-    options = _kept()
+    """Return environment variables for a process that runs trials: same modules, JAX options and compilation cache."""
+    options = _cache_options()
     if _set("jax_compilation_cache_dir") is not None:
         options = {name: _set(name) for name in options}
     options |= {name: _set(name) for name in _NUMERICS if _set(name) not in (None, "")}
@@ -39,7 +39,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, **more, "PYTHONPATH": python_path()}
 
 
-def _kept() -> dict[str, Any]:
+def _cache_options() -> dict[str, Any]:
     return {
         "jax_compilation_cache_dir": str(cache_folder().parent / "xla"),
         "jax_persistent_cache_min_compile_time_secs": 0.0,

@@ -1,4 +1,4 @@
-"""A sweep as a value: axes, a search, a runner; `sweep` in gin."""
+"""The `sweep` config: axes, a search, a runner; and running it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from jaxscale.train.folders import is_new, new_folder
 from jaxscale.train.signals import stop_signals
 
 _OWN = ("runner", "runs", "storage")
-"""Fields that may change while a sweep is under way, and from machine to machine."""
+"""Fields that may change when a sweep is continued, and may differ between machines."""
 
 
 BETWEEN = 2.0
-"""Seconds after which the table is written again for curves that grow."""
+"""Seconds between two writes of the table while no state changes."""
 
 
 @register(name="sweep")
@@ -42,15 +42,15 @@ class Sweep:
     """Runs that differ in some bindings; in gin `sweep.axes = {"train.lr": [1e-3, 3e-3]}`.
 
     Args:
-      axes: the values to try of each binding: a list, or a distribution such as `@log_uniform()`. A name of several
-        bindings joined by commas takes tuples. A macro may be one. References in a list are kept as they are written;
-        in Python they are objects, or `config.Text("@Lion()")`.
-      search: chooses what to try: `Grid()`.
-      objective: the metric that is minimised.
-      runs: no more than these.
-      seeds: short for an axis `train.seed` of 0, 1, ....
-      runner: where runs go: `Here()`, `Pool(workers=2)`.
-      storage: what several machines pull trials from, as `journal:///path/file`, or a `Storage()`.
+      axes: the values to try for each binding: a list, or a distribution such as `@log_uniform()`. Several bindings
+        joined by commas take tuples. A binding may be a macro. In gin, references in a list stay text; in Python,
+        give objects or `config.Text("@Lion()")`.
+      search: chooses the trials, as `Grid()`.
+      objective: the metric to minimise.
+      runs: at most this many trials.
+      seeds: short for an axis `train.seed` with values 0, 1, ..., `seeds` - 1.
+      runner: where trials run, as `Here()` or `Pool(workers=2)`.
+      storage: where several machines pull trials from: a URL such as `journal:///path/file`, or a `Storage()`.
     """
 
     axes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -71,41 +71,40 @@ class Sweep:
         imports: Sequence[str] = (),
         retry_failed: bool = False,
     ) -> Result:
-        """Carries it out, or goes on with what is in `folder`.
+        """Run the sweep, or continue the one in `folder`.
 
         Args:
-          folder: of the sweep; a new one, `runs/<name>-<n>`, by default.
-          base: the run that the axes change: settings, or gin text.
-          name: what a new folder is called.
+          folder: the sweep's folder; by default a new one, `runs/<name>-<n>`.
+          base: the config that the axes change, as settings or gin text.
+          name: name of a new folder.
           quiet: print nothing.
-          imports: modules for the processes of the runs to import, beside those that gin text imports itself.
-          retry_failed: start runs that have failed once more, from their newest checkpoints; what each failed with
-            stays in `jobs/`.
+          imports: modules for the processes of the runs to import, besides those that gin text imports itself.
+          retry_failed: restart failed runs from their newest checkpoints; their errors are saved in `jobs/`.
 
         Returns:
-          its folder, where the results are; of a shared sweep, what became of all machines' trials.
+          the results; for a shared sweep, those of all machines.
 
         Raises:
-          JaxscaleError: something does not fit, before anything is started.
+          JaxscaleError: a setting is wrong; raised before anything starts.
         """
         prepared = Prepared(self, base)
         return prepared.run(folder, name=name, quiet=quiet, imports=tuple(imports), retry_failed=retry_failed)
 
 
 def sweep_of(text: str) -> Sweep:
-    """Return the sweep in gin text; references in its axes stay as they are written.
+    """Return the sweep in gin text; references in its axes stay text.
 
     Args:
       text: gin text, such as a snapshot of `config.load`.
 
     Raises:
-      ConfigError: the text does not fit.
+      ConfigError: the text binds no axes, or its values are wrong.
     """
     with loaded([text]):
         try:
             axes = gin_config.raw("sweep.axes")
         except ConfigError:
-            raise ConfigError("nothing binds sweep.axes; name what to try, as {'train.lr': [1e-3, 3e-3]}") from None
+            raise ConfigError("sweep.axes is not set; give values to try, as {'train.lr': [1e-3, 3e-3]}") from None
         if not isinstance(axes, dict) or not all(isinstance(key, str) for key in axes):
             raise ConfigError(f"sweep.axes must be a dict of lists by binding, not {axes!r}")
         axes = {k: gin_config.resolve(v) if isinstance(v, gin_config.Text) else v for k, v in axes.items()}
@@ -113,14 +112,14 @@ def sweep_of(text: str) -> Sweep:
 
 
 class Prepared:
-    """A sweep that has been checked.
+    """A sweep that has passed its checks.
 
     Args:
       sweep: the sweep.
       base: as in `Sweep.run`.
 
     Raises:
-      JaxscaleError: something does not fit.
+      JaxscaleError: a setting is wrong.
     """
 
     def __init__(self, sweep: Sweep, base: TrainConfig | str | None):
@@ -131,15 +130,15 @@ class Prepared:
         self.text = _without_sweep(run) + gin_config.dumps("sweep", own)
         lost = [name for name in gin_config.lost(self.text) if name.startswith("sweep.axes")]
         if lost:
-            raise ConfigError(f"{lost[0]} has a value that gin cannot hold; write it as config.Text('@Name()')")
-        # objects from Python got scopes of their own: from here on axes are what the text says
+            raise ConfigError(f"{lost[0]} has a value that gin cannot express; write it as config.Text('@Name()')")
+        # Python objects got gin scopes of their own: from here on, use the axes as the text has them
         axes = sweep_of(self.text).axes
         self.base = Base(self.text)
         self.space = space_of(axes, sweep.seeds)
         self.steps = check(sweep, self.space, self.base)
 
     def storage(self) -> Storage | None:
-        """What machines share, if they do."""
+        """Return the storage that several machines share; `None` for a sweep on one machine."""
         storage = self.sweep.storage
         return Storage(storage) if isinstance(storage, str) else storage
 
@@ -190,7 +189,7 @@ class Prepared:
 
 
 class _Results:
-    """Writes the table when a record has changed, and shows it."""
+    """Prints records, and writes the table when they change."""
 
     def __init__(self, folder: Path, show: Callable[[Sequence[Record]], None]):
         self.folder, self.show = folder, show
@@ -199,23 +198,28 @@ class _Results:
         self.written = 0.0
 
     def changed(self, records: Sequence[Record]) -> None:
-        """At once when a state has, now and then when it is a curve that grows."""
+        """Show records; write them at once if a state changed, else every `BETWEEN` seconds while trials run."""
         self.show(records)
         self.records, before, self.states = records, self.states, [r.state for r in records]
         if self.states != before or RUNNING in self.states and time.monotonic() > self.written + BETWEEN:
             self.write()
 
     def write(self) -> None:
-        """Writes it."""
+        """Write the table."""
         write_results(self.folder, self.records)
         self.written = time.monotonic()
 
 
 def open_folder(path: Path | None, text: str, name: str) -> Path:
-    """The folder of a sweep: a new one, or that of the very same sweep.
+    """Create the folder of a sweep, or check that an existing one holds the same sweep.
+
+    Args:
+      path: the folder; `None` for a new one in `runs/`.
+      text: the sweep's gin text.
+      name: name of a new folder.
 
     Raises:
-      RunError: it is another's.
+      RunError: it holds something else.
     """
     if path is None or not path.exists() or is_new(path):
         path = new_folder(path, name)
@@ -224,14 +228,14 @@ def open_folder(path: Path | None, text: str, name: str) -> Path:
     try:
         before = read_gin(path / "sweep.gin")
     except OSError:
-        raise RunError(f"{path} is there already and holds no sweep; name another folder") from None
+        raise RunError(f"{path} already exists and holds no sweep; name another folder") from None
     if before != text:
-        raise RunError(f"{path} holds another sweep: {differences(before, text)}; take that back, or name a new folder")
+        raise RunError(f"{path} holds another sweep: {differences(before, text)}; undo that, or name a new folder")
     return path
 
 
 def _without_sweep(text: str) -> str:
-    """Without what the sweep itself is told, and where its runs go."""
+    """Return gin text without the bindings of `sweep`, of storages and of runners."""
     registered = gin_config.registered()
 
     def belongs(line: str) -> bool:

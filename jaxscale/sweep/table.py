@@ -1,4 +1,4 @@
-"""The table of a sweep: a row per trial, a column per binding, named as the binding, then what was measured."""
+"""The table of a sweep: a row per trial; a column per binding, then the measured columns."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ LAST = ("seconds", "error", "run")
 
 
 def rows_of(records: Sequence[Record], folder: Path) -> list[dict[str, Any]]:
-    """A dict per trial, all with the same keys in the same order; `None` where a trial has none of a metric.
+    """Return a dict per trial, all with the same keys in the same order; `None` for a missing metric.
 
     Args:
-      records: of the trials.
-      folder: of the sweep; a run elsewhere, of another machine, has its whole path.
+      records: records of the trials.
+      folder: the sweep's folder; the `run` column names runs in it, and gives the whole path of runs elsewhere.
     """
     bound = dict.fromkeys(name for record in records for name in split(record.trial.bindings))
     measured = dict.fromkeys(name for record in records for name in sorted(record.metrics))
@@ -50,7 +50,7 @@ def rows_of(records: Sequence[Record], folder: Path) -> list[dict[str, Any]]:
 
 
 def write_results(folder: Path, records: Sequence[Record]) -> None:
-    """Writes `results.csv` whole or not at all, and its digest to `digests.json`."""
+    """Write `results.csv` atomically, and its digest to `digests.json`."""
     rows = rows_of(records, folder)
     out = io.StringIO()
     writer = csv.DictWriter(out, list(rows[0]) if rows else [*FIRST, *LAST], lineterminator="\n")
@@ -64,15 +64,15 @@ class Result:
 
     Args:
       path: the folder.
-      objective: what its search minimises; by default as its `sweep.gin` says.
-      records: of its trials, where they are known; by default those in the folder, which of a sweep that machines
-        share are this machine's alone.
+      objective: the metric that its search minimises; by default that in its `sweep.gin`.
+      records: records of its trials; by default those in the folder, which for a sweep shared by several machines
+        are this machine's only.
 
     Attributes:
       stopped_by: the signal, such as "SIGTERM", that stopped the sweep in this process.
 
     Raises:
-      RunError: the folder is no sweep.
+      RunError: the folder is not a sweep.
     """
 
     def __init__(self, path: str | Path, objective: str | None = None, records: Sequence[Record] | None = None):
@@ -84,42 +84,42 @@ class Result:
         return f"Result({str(self.path)!r})"
 
     def records(self) -> list[Record]:
-        """What became of each trial so far."""
+        """Return the record of each trial so far."""
         return read_records(self.path, self.objective) if self._records is None else list(self._records)
 
     def done(self) -> bool:
-        """Whether nothing runs or waits to go on."""
+        """Whether no trial runs or waits."""
         return not any(r.state in (RUNNING, WAITING) for r in self.records())
 
     def table(self) -> list[dict[str, Any]]:
-        """A dict per trial, as the rows of `results.csv`."""
+        """Return a dict per trial, as the rows of `results.csv`."""
         return rows_of(self.records(), self.path)
 
     def best(self) -> dict[str, Any]:
-        """The row with the lowest objective.
+        """Return the row with the lowest objective.
 
         Raises:
-          RunError: no trial has come to one.
+          RunError: no trial has a finite objective.
         """
         records = self.records()
-        found = best_of(records)
-        if found is None:
+        best = best_of(records)
+        if best is None:
             raise RunError(f"no trial of {self.path} has a finite {clipped(self.objective)} yet")
-        return rows_of(records, self.path)[records.index(found)]
+        return rows_of(records, self.path)[records.index(best)]
 
     def run(self, row: dict[str, Any] | None = None) -> Run:
         """Return the run of a row of the table.
 
         Args:
-          row: a row, such as `best()`, which is the default.
+          row: a row of `table()`; by default `best()`.
         """
         return Run(self.path / (row or self.best())["run"])
 
 
 def best_of(records: Sequence[Record]) -> Record | None:
-    """The one with the lowest objective that did not fail."""
-    found = min((r for r in records if r.state not in BAD), key=score, default=None)
-    return None if found is None or score(found) == math.inf else found
+    """Return the record with the lowest finite objective that did not fail; `None` if there is none."""
+    best = min((r for r in records if r.state not in BAD), key=score, default=None)
+    return None if best is None or score(best) == math.inf else best
 
 
 def _objective(folder: Path) -> str:
@@ -129,4 +129,4 @@ def _objective(folder: Path) -> str:
             gin_config.parse(next(ln.partition(" = ")[2] for ln in lines if ln.startswith("sweep.objective = ")))
         )
     except (OSError, StopIteration):
-        raise RunError(f"{folder} is no sweep: it has no readable sweep.gin") from None
+        raise RunError(f"{folder} is not a sweep: it has no readable sweep.gin") from None

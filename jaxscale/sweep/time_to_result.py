@@ -1,9 +1,9 @@
-"""Time to result: which training algorithm reaches a target first, how surely, after how much tuning.
+"""Time to result: which training algorithm reaches a target first, with what certainty, on what tuning budget.
 
-As Dahl et al. 2023 ("Benchmarking Neural Network Training Algorithms", AlgoPerf) compare them: a workload is a model,
-data and a target on held-out data; every entrant tunes within the same budget of settings; what counts is the first
-evaluation at or below the target; and several workloads are put together by performance profiles (Dolan & More 2002).
-Settings are chosen on seeds of their own, so that what is reported was not selected for being lucky.
+Follows Dahl et al. 2023 ("Benchmarking Neural Network Training Algorithms", AlgoPerf): a workload is a model, data and
+a target on held-out data; every entrant (training algorithm) has the same tuning budget; a run's cost is that of its
+first evaluation at or below the target; several workloads are combined by performance profiles (Dolan & More 2002).
+Settings are tuned on separate seeds, so that reported results are not selected for luck.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Costs = Mapping[str, Mapping[str, float]]  # workload -> entrant -> cost
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is to be reached.
+    """A model and data with a target to reach.
 
     Args:
-      name: of the model and its data.
-      target: the value to come down to.
-      metric: of held-out data, less being better.
+      name: name of the model and its data.
+      target: the value to reach.
+      metric: a metric on held-out data; lower is better.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Attempt:
 
     Args:
       entrant: the training algorithm.
-      workload: its name.
-      setting: what was tuned, such as a learning rate.
-      seed: of the run.
-      steps: until the target was reached; infinite where it was not.
-      seconds: as long as those steps take, compilation left out; infinite where they are, `None` where not known.
+      workload: the workload's name.
+      setting: the tuned value, such as a learning rate.
+      seed: the run's seed.
+      steps: number of steps until the target was reached; infinite if it was not.
+      seconds: time of those steps without compilation; infinite if the target was not reached, `None` if unknown.
       final: the last value of the metric.
     """
 
@@ -63,11 +63,11 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """The budget that every entrant has, spent alike.
+    """The tuning budget of every entrant.
 
     Args:
-      settings: how many it may try.
-      seeds: on which it tries them; no result is reported of these.
+      settings: number of settings that each must try.
+      seeds: the seeds to try each setting on; results of these seeds are not reported.
     """
 
     settings: int
@@ -80,13 +80,13 @@ class Placed:
 
     Args:
       entrant: its name.
-      setting: the one that tuning chose.
-      cost: the median over seeds; infinite unless more than half reach the target.
-      interval: that median's 95% bootstrap interval over seeds.
-      reached: how many seeds reached the target, of how many.
-      rank: 1 is first; of ties, the mean.
-      ranks: the 95% bootstrap interval of the rank.
-      first: in what share of the bootstrap's draws it is first, ties shared.
+      setting: the setting that tuning chose.
+      cost: median cost over seeds; infinite unless more than half reach the target.
+      interval: 95% bootstrap interval of that median over seeds.
+      reached: (number of seeds that reached the target, number of seeds).
+      rank: 1 is first; ties have the mean of their ranks.
+      ranks: 95% bootstrap interval of the rank.
+      first: share of bootstrap draws in which it is first; ties are shared.
     """
 
     entrant: str
@@ -100,7 +100,7 @@ class Placed:
 
 
 def first_reached(curve: Iterable[tuple[int, float]], target: float) -> float:
-    """The step of the first measurement at or below the target, without interpolation; infinite where there is none."""
+    """Return the step of the first value at or below the target, without interpolation; infinity if there is none."""
     return next((float(step) for step, value in curve if value <= target), math.inf)
 
 
@@ -110,12 +110,12 @@ def attempts_of(
     entrant: str = "train.optimizer",
     setting: str | Sequence[str] = "train.lr",
 ) -> list[Attempt]:
-    """The attempts that runs are.
+    """Return runs as attempts at a workload.
 
     Args:
-      runs: as `jaxscale.sweep.comparing.read_runs` gives; one without the metric did not reach the target.
-      workload: which all of them are of.
-      entrant: the binding that says which training algorithm a run is of; an axis of its sweep goes first.
+      runs: as from `jaxscale.sweep.comparing.read_runs`; one without the metric did not reach the target.
+      workload: the workload of all of them.
+      entrant: the binding that names a run's training algorithm; axes of its sweep take precedence over its config.
       setting: the binding, or bindings, that were tuned.
     """
     tuned = (setting,) if isinstance(setting, str) else tuple(setting)
@@ -140,10 +140,17 @@ def attempts_of(
 
 
 def tune(attempts: Sequence[Attempt], tuning: Tuning) -> dict[tuple[str, str], Any]:
-    """The setting that each (workload, entrant) chooses: least median steps to the target, then least final value.
+    """Choose each entrant's setting at each workload: least median steps to the target, then least final value.
+
+    Args:
+      attempts: attempts at any workloads.
+      tuning: the budget; only attempts with its seeds are used.
+
+    Returns:
+      the chosen setting by (workload, entrant).
 
     Raises:
-      ConfigError: an entrant spent more, or less, than the budget, or has not one run of each setting and seed.
+      ConfigError: an entrant tried more or fewer settings than the budget, or lacks one run of each setting and seed.
     """
     chosen = {}
     for pair, mine in _by_pair(attempts).items():
@@ -154,13 +161,13 @@ def tune(attempts: Sequence[Attempt], tuning: Tuning) -> dict[tuple[str, str], A
         workload, entrant = pair
         if len(tried) != tuning.settings:
             raise ConfigError(
-                f"{entrant} tried {len(tried)} settings at {workload}, and the tuning budget of every entrant is "
+                f"{entrant} tried {len(tried)} settings at {workload}, but the tuning budget of every entrant is "
                 f"{tuning.settings}"
             )
         for setting, each in tried.items():
             if (have := sorted(a.seed for a in each)) != sorted(tuning.seeds):
                 raise ConfigError(
-                    f"{entrant} at {workload} has tuning runs of {setting} with seeds {have}, and the budget is one "
+                    f"{entrant} at {workload} has tuning runs of {setting} with seeds {have}, but the budget is one "
                     f"with each of {sorted(tuning.seeds)}"
                 )
         chosen[pair] = min(tried, key=lambda s: tuple(np.median([(a.steps, a.final) for a in tried[s]], axis=0)))
@@ -170,20 +177,20 @@ def tune(attempts: Sequence[Attempt], tuning: Tuning) -> dict[tuple[str, str], A
 def rank(
     attempts: Sequence[Attempt], tuning: Tuning, workload: str, *, cost: str = "steps", draws: int = 4000, seed: int = 0
 ) -> list[Placed]:
-    """The entrants at a workload, best first.
+    """Return the entrants at a workload, best first.
 
-    The bootstrap draws seeds with replacement, the same for all entrants, since a seed is also the order of the data.
+    The bootstrap draws seeds with replacement, the same for all entrants, since a seed also decides the data order.
 
     Args:
-      attempts: of tuning and of the seeds that count.
-      tuning: the budget, and its seeds, which do not count.
-      workload: its name.
+      attempts: attempts of tuning and of the seeds that are reported.
+      tuning: the budget, and the tuning seeds, which are not reported.
+      workload: the workload's name.
       cost: "steps" or "seconds".
-      draws: of the bootstrap.
-      seed: of the bootstrap.
+      draws: number of bootstrap draws.
+      seed: seed of the bootstrap.
 
     Raises:
-      ConfigError: an entrant has other seeds than the rest, one twice, or none.
+      ConfigError: an entrant has different seeds from the others, a seed twice, or none.
     """
     names, settings, table = _table(attempts, tuning, workload, cost)
     medians = np.median(table, axis=1)
@@ -211,25 +218,45 @@ def rank(
 def beats(
     attempts: Sequence[Attempt], tuning: Tuning, workload: str, *, cost: str = "steps"
 ) -> dict[str, dict[str, float]]:
-    """How probably a run of one entrant is faster than a run of another: over all pairs of seeds, ties half."""
+    """Return the probability that a run of one entrant is faster than one of another: over pairs of seeds, ties half.
+
+    Args:
+      attempts: as for `rank`.
+      tuning: as for `rank`.
+      workload: the workload's name.
+      cost: "steps" or "seconds".
+
+    Returns:
+      by the first entrant, by the second, the probability that the first is faster.
+    """
     names, _, table = _table(attempts, tuning, workload, cost)
     faster = [[float(np.mean(_less(a[:, None], b[None, :]))) for b in table] for a in table]
     return {a: {b: faster[i][j] for j, b in enumerate(names) if i != j} for i, a in enumerate(names)}
 
 
 def stability(attempts: Sequence[Attempt], tuning: Tuning, workload: str, *, cost: str = "steps") -> float:
-    """How alike the seeds rank the entrants: Kendall's tau-b, mean over pairs of seeds; NaN of fewer than two."""
+    """Return how similarly the seeds rank the entrants: mean Kendall's tau-b over pairs of seeds; NaN for one seed.
+
+    Args:
+      attempts: as for `rank`.
+      tuning: as for `rank`.
+      workload: the workload's name.
+      cost: "steps" or "seconds".
+    """
     _, _, table = _table(attempts, tuning, workload, cost)
     pairs = [kendall_tau(table[:, s], table[:, t]) for s, t in itertools.combinations(range(table.shape[1]), 2)]
     return float(np.mean(pairs)) if pairs else math.nan
 
 
 def profile(costs: Costs, taus: Sequence[float]) -> dict[str, list[float]]:
-    """Performance profiles: the share of workloads that an entrant finishes within `tau` times the best's cost.
+    """Return performance profiles: the share of workloads that an entrant finishes within `tau` times the best cost.
 
     Args:
-      costs: by workload and entrant; infinite where the target was not reached, as where an entrant is missing.
-      taus: from 1.
+      costs: by workload and entrant; infinite, or missing, if the target was not reached.
+      taus: factors of the best cost, at least 1.
+
+    Returns:
+      a share for each of `taus`, by entrant.
     """
     best = {w: min(of.values(), default=math.inf) for w, of in costs.items()}
     names = list(dict.fromkeys(name for of in costs.values() for name in of))
@@ -243,11 +270,16 @@ def profile(costs: Costs, taus: Sequence[float]) -> dict[str, list[float]]:
 
 
 def score(costs: Costs, most: float = 4.0) -> dict[str, float]:
-    """The area under each profile from 1 to `most`, of 1; AlgoPerf's benchmark score."""
+    """Return AlgoPerf's benchmark score of each entrant: the area under its profile from 1 to `most`, at most 1.
+
+    Args:
+      costs: as for `profile`.
+      most: the largest factor of the best cost.
+    """
     best = {w: min(of.values(), default=math.inf) for w, of in costs.items()}
     names = list(dict.fromkeys(name for of in costs.values() for name in of))
 
-    def area(w: str, name: str) -> float:  # under one workload's step from its ratio on
+    def area(w: str, name: str) -> float:  # of one workload: its step function is 1 from this entrant's ratio on
         value = costs[w].get(name, math.inf)
         return 0.0 if math.isinf(value) else max(0.0, most - max(value / best[w], 1.0)) / (most - 1)
 
@@ -255,12 +287,12 @@ def score(costs: Costs, most: float = 4.0) -> dict[str, float]:
 
 
 def ranks_of(values: np.ndarray) -> np.ndarray:
-    """1 for the least; of ties, the mean of their places."""
+    """Return the rank of each value: 1 for the least; ties have the mean of their ranks."""
     return 1 + (values[None] < values[:, None]).sum(1) + ((values[None] == values[:, None]).sum(1) - 1) / 2
 
 
 def kendall_tau(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> float:
-    """Kendall's tau-b of two orders; infinite values are ties at the end. NaN where one of them is all ties."""
+    """Return Kendall's tau-b of two lists; infinite values are ties at the end. NaN if all values of one are tied."""
     x, y = ranks_of(np.asarray(a, float)), ranks_of(np.asarray(b, float))
     signs_x, signs_y = np.sign(x[:, None] - x[None]), np.sign(y[:, None] - y[None])
     norm = math.sqrt((signs_x**2).sum() * (signs_y**2).sum())
@@ -272,22 +304,22 @@ def _less(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _interval(values: np.ndarray) -> tuple[float, float]:
-    """From the 2.5th to the 97.5th percentile, of values that were drawn: infinite ones are not averaged."""
+    """The 2.5th and 97.5th percentiles, each one of the values, so that infinite ones are not averaged."""
     low, high = np.quantile(values, [0.025, 0.975], method="inverted_cdf")
     return float(low), float(high)
 
 
 def _by_pair(attempts: Iterable[Attempt]) -> dict[tuple[str, str], list[Attempt]]:
-    found: dict[tuple[str, str], list[Attempt]] = {}
+    pairs: dict[tuple[str, str], list[Attempt]] = {}
     for a in attempts:
-        found.setdefault((a.workload, a.entrant), []).append(a)
-    return found
+        pairs.setdefault((a.workload, a.entrant), []).append(a)
+    return pairs
 
 
 def _table(
     attempts: Sequence[Attempt], tuning: Tuning, workload: str, cost: str
 ) -> tuple[list[str], list[Any], np.ndarray]:
-    """Entrants, their chosen settings, and the cost of each at each seed that counts: [entrant, seed]."""
+    """Entrants, their chosen settings, and the cost of each at each reported seed: [entrant, seed]."""
     if cost not in ("steps", "seconds"):
         raise ConfigError(f"cost = '{cost}': must be 'steps' or 'seconds'")
     here = [a for a in attempts if a.workload == workload]

@@ -1,7 +1,7 @@
-"""Runs trials: `python -m jaxscale.sweep.worker JOB.json` runs one, `--serve` those that its parent names.
+"""Process that runs trials: `python -m jaxscale.sweep.worker JOB.json` runs one, `--serve` those its parent names.
 
-The process of a pool reads its parent's words line by line and answers each when it is done. When the parent is gone,
-its words end, and so does the process: it stops as if asked to, and is not waited for long.
+A pool's worker reads commands ("job FILE", "stop ID") from its standard input, a line each, and answers when a job is
+done. When its parent exits, the input ends: the worker stops its trial, or is ended after `GRACE` seconds.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ from jaxscale.import_path import append_current_folder
 from jaxscale.sweep.jobs import read_job, run_job
 
 GRACE = 10.0
-"""Seconds that a trial has to stop in once the sweep that started it is gone."""
+"""Seconds that a trial has to stop once the sweep that started it is gone."""
 
 
 @dataclasses.dataclass
 class _Server:
-    """One process of a pool.
+    """One worker process of a pool.
 
     Args:
-      answers: where it says which job is done.
+      answers: the stream to write "done ID" to.
+      stopping: id of the trial that shall stop.
+      gone: whether the parent has exited.
     """
 
     answers: IO[str]
     stopping: int | None = None
     gone: bool = False
 
-    def listen(self, words: IO[str], jobs: list[Path], more: threading.Condition) -> None:
-        """Reads the parent's words until they end."""
-        for line in words:
+    def listen(self, commands: IO[str], jobs: list[Path], more: threading.Condition) -> None:
+        """Read the parent's commands until they end."""
+        for line in commands:
             word, _, rest = line.rstrip("\n").partition(" ")
             with more:
                 if word == "job":
@@ -52,7 +54,7 @@ class _Server:
         os._exit(1)
 
     def serve(self) -> None:
-        """Runs what it is told to, one at a time."""
+        """Run the jobs that the parent sends, one at a time."""
         import gc
 
         import jax
@@ -74,13 +76,13 @@ class _Server:
                 os.dup2(log.fileno(), 2)
             job = read_job(file)
             run_job(job, stop=lambda id=job.trial.id: self.gone or self.stopping == id)
-            jax.clear_caches()  # the programs of a trial are of no use to the next, which reads them off the disk
+            jax.clear_caches()  # frees memory; the next trial reads compiled programs from the cache on disk
             gc.collect()
             print(f"done {job.trial.id}", file=self.answers, flush=True)
 
 
 def main(argv: list[str]) -> int:
-    """Does it."""
+    """Run one job, or serve a pool; returns the exit code."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     append_current_folder()  # as the command line does
     if argv != ["--serve"]:

@@ -1,4 +1,4 @@
-"""Checks for parts of your own: what the library's tests hold its layers, rules, optimizers and kernels to.
+"""Checks for your own parts: the ones that jaxscale's tests apply to its layers, rules, optimizers and kernels.
 
     js.testing.compare_layouts(js.models.TransformerConfig(mlp=MyMLP), [js.Layout("data=2,tensor=4")])
     js.testing.compare_optimizer(MyOptimizer(), [js.Layout("fsdp=8")])
@@ -8,8 +8,8 @@
     js.testing.check_model(my_config)
     js.testing.check_mixer(MyRecurrence())
 
-The first three return an `Agreement`: a table of errors as shares of what is allowed, and `check()`, which raises in a
-test; the others raise themselves.
+The first three return an `Agreement`, which prints a table of errors as shares of what is allowed; its `check()` raises
+if any is exceeded. The others raise by themselves.
 """
 
 from jaxscale.testing.compare import Agreement, Difference, assert_leaves_agree, differences

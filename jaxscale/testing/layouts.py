@@ -1,4 +1,4 @@
-"""Sharded equals unsharded: the same training on several layouts, compared number by number."""
+"""Checks that sharded training equals unsharded training, on several layouts."""
 
 from __future__ import annotations
 
@@ -33,22 +33,23 @@ MakeLossAndGrads = Callable[..., Any]
 SEED = 0
 LEARNING_RATE = 0.5
 CLIP = 0.5
-"""Below the gradient norm of any fresh model, so that clipping always acts."""
+"""Below the gradient norm of any newly initialised model, so that clipping always acts."""
 NEXT_TOKEN = NextToken()
 
 QUICKLY = {"xla_backend_optimization_level": 0}
-"""Compiler options that leave partitioning alone and skip LLVM's work: nearly half of a small program's compiling."""
+"""Compiler options that skip LLVM's optimizations: nearly half of a small program's compile time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What a few steps of training leave, in NumPy.
+    """Results of a few training steps, in NumPy.
 
     Args:
-      losses, gradient_norms: one a step.
-      reports: what layers report, by name, one a step; what experts were chosen shows in it.
-      gradients: the first step's, clipped.
-      params: the last.
+      losses: the loss of each step.
+      gradient_norms: the gradient norm of each step.
+      gradients: the clipped gradients of the first step.
+      params: the parameters after the last step.
+      reports: metrics that layers report, by name, one value a step; they reveal which experts were chosen.
     """
 
     losses: np.ndarray
@@ -69,21 +70,22 @@ def compare_layouts(
     make_loss_and_grads: MakeLossAndGrads = make_loss_and_grads,
     tolerance: float = TOLERANCE,
 ) -> Agreement:
-    """Trains `model` from one seed on no layout and on each of `layouts`; all should see the same numbers.
+    """Train `model` from one seed without a layout and on each of `layouts`, and compare the numbers.
 
-    Compared: what layers report (first, so that another discrete choice is told as such), the loss and the gradient's
-    norm at every step, every leaf of the first gradient, and every parameter after `steps` steps of clipped SGD (an
-    adaptive optimizer turns the rounding of a zero gradient into a whole step). The blueprint, the clipping, the step
-    and its `jit` are those of training.
+    Compares metrics that layers report (first, so that a different discrete choice is reported as such), the loss and
+    the gradient norm at every step, every leaf of the first gradient, and every parameter after `steps` steps of
+    clipped SGD (an adaptive optimizer would turn the rounding of a zero gradient into a whole step). The blueprint,
+    the clipping, the step and its `jit` are those of training.
 
     Args:
-      model: what to train.
-      layouts: where; simulated devices do.
-      batch: (B, S) arrays by the keys of `jaxscale.data.Batch`, seen at every step; by default a `random_batch`.
-      accumulate, objective: as for `make_loss_and_grads`.
-      steps: how many.
-      make_loss_and_grads: of the laid-out training; the truth uses the default.
-      tolerance: of every comparison; anything but the default needs a reason beside it.
+      model: the model to train.
+      layouts: the layouts; simulated devices suffice.
+      batch: (B, S) arrays by the keys of `jaxscale.data.Batch`, the same at every step; by default a `random_batch`.
+      accumulate: number of micro-batches of a step.
+      objective: what to minimise.
+      steps: number of steps.
+      make_loss_and_grads: makes the gradient function on layouts; without a layout the default is used.
+      tolerance: relative tolerance; anything but the default needs a reason beside it.
     """
     batch = random_batch(vocab_of(model)) if batch is None else batch
     want = _reference(model, _Frozen(batch), accumulate, objective, steps)  # type: ignore[arg-type]  # models are frozen
@@ -135,7 +137,7 @@ def train(
     steps: int = 2,
     make_loss_and_grads: MakeLossAndGrads = make_loss_and_grads,
 ) -> Trace:
-    """Trains as `compare_layouts` does, on one layout or none."""
+    """Train as `compare_layouts` does, on one layout or without any, and return the results."""
     setup = build(model, layout, remembering_sgd(), clip_norm=CLIP, objective=objective)
     with in_force(layout):
         loss_and_grads = make_loss_and_grads(setup.blueprint, accumulate=accumulate, objective=objective)
@@ -146,7 +148,7 @@ def train(
         state, gradients, seen, reports = setup.state, None, [], []
         for _ in range(steps):
             state, metrics = step(state, on_devices)
-            seen.append((float(metrics["loss"]), float(metrics["grad_norm"])))  # waits: simulated devices must
+            seen.append((float(metrics["loss"]), float(metrics["grad_norm"])))  # waits, as simulated devices require
             reports.append({k: v for k, v in metrics.items() if k not in ("loss", "grad_norm")})
             if gradients is None:
                 gradients = to_numpy(remembered(state))
@@ -155,7 +157,7 @@ def train(
 
 
 class Setup(NamedTuple):
-    """A blueprint and its first state."""
+    """A blueprint and its initial state."""
 
     blueprint: Blueprint
     state: TrainState
@@ -169,10 +171,10 @@ def build(
     clip_norm: float | None = None,
     objective: Objective = NEXT_TOKEN,
 ) -> Setup:
-    """A blueprint as training makes it, and a first state on its layout.
+    """Return a blueprint as training makes it, and an initial state on its layout.
 
-    The parameters are `random_params`, whose biases are not zero nor scales one, and which take no compiling; that
-    the model's own initial values are the same on every layout is a test of its own (tests/train/test_step.py).
+    The parameters are `random_params`, whose biases are not zero and scales not one, and which need no compilation. A
+    separate test checks that a model's own initial values are the same on every layout (tests/train/test_step.py).
     """
     config = TrainConfig(model=model, layout=layout, optimizer=tx, clip_norm=clip_norm, guards=(), objective=objective)
     blueprint, _ = blueprint_of(config)
@@ -182,20 +184,20 @@ def build(
 
 
 def lay(x: Any, sharding: Any) -> jax.Array:
-    """Puts a whole array on devices as `jax.device_put` does, also where some of them are another process's."""
+    """Place a whole array on devices as `jax.device_put` does, even if some belong to another process."""
     whole = x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
     return jax.make_array_from_callback(x.shape, sharding, lambda at: whole[at])
 
 
 @contextlib.contextmanager
 def in_force(layout: Layout | None) -> Iterator[None]:
-    """`with layout:`, where there is one."""
+    """Context of `with layout:`, or of nothing without a layout."""
     with layout or contextlib.nullcontext():
         yield
 
 
 def to_numpy(tree: Tree) -> Tree:
-    """Copies every array to the host, whole; what lies on several processes' devices, to each of them."""
+    """Copy every whole array to the host; arrays on devices of several processes, to each process."""
     away: list[Any] = [
         x.sharding for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not x.is_fully_addressable
     ]
@@ -208,13 +210,13 @@ def _gather(mesh: Mesh) -> Callable[[Tree], Tree]:
 
 
 class Remembered(NamedTuple):
-    """State of `remembering_sgd`."""
+    """State of `remembering_sgd`: its last gradients."""
 
     gradients: Tree
 
 
 def remembering_sgd() -> optax.GradientTransformation:
-    """Gradient descent whose state is its last gradients, so that one compiled step gives them and the parameters."""
+    """Return SGD whose state is its last gradients, so that one compiled step returns both them and the parameters."""
 
     def init(params: Tree) -> Remembered:
         return Remembered(jax.tree.map(jnp.zeros_like, params))
@@ -226,23 +228,24 @@ def remembering_sgd() -> optax.GradientTransformation:
 
 
 def remembered(state: TrainState) -> Tree:
-    """The gradients that the last step of `remembering_sgd` took, clipped where it was."""
-    found = jax.tree.leaves(state.opt_state, is_leaf=lambda x: isinstance(x, Remembered))
-    (one,) = (x for x in found if isinstance(x, Remembered))
+    """Return the gradients that the last step of `remembering_sgd` applied, after clipping if there is any."""
+    leaves = jax.tree.leaves(state.opt_state, is_leaf=lambda x: isinstance(x, Remembered))
+    (one,) = (x for x in leaves if isinstance(x, Remembered))
     return one.gradients
 
 
 def random_batch(
     vocab: int, *, rows: int = 8, seq: int = 16, lengths: Iterable[int] | None = None, seed: int = 0
 ) -> Batch:
-    """Random tokens and targets.
+    """Return a batch of random tokens and targets.
 
     Args:
-      vocab: ids are below it.
-      rows, seq: the shape.
-      lengths: of the documents packed into each row, the rest of which is padding; row i begins with the list turned
-        by i, so that rows differ. `None` is one document a row and no keys for packing.
-      seed: of the random numbers.
+      vocab: vocabulary size.
+      rows: number of batch rows.
+      seq: sequence length.
+      lengths: lengths of the documents packed into each row; the rest is padding. Row i has the list rotated by i, so
+        that rows differ. `None` is one document per row, without `segment_ids` and `positions`.
+      seed: seed of the random numbers.
     """
     random = np.random.default_rng(seed)
     batch: Batch = {
@@ -256,9 +259,9 @@ def random_batch(
     assert sum(lengths) <= seq
     batch["segment_ids"], batch["positions"] = np.zeros((2, rows, seq), np.int32)
     for row in range(rows):
-        turn = row % len(lengths)
+        rotation = row % len(lengths)
         start = 0
-        for number, length in enumerate(lengths[turn:] + lengths[:turn], 1):
+        for number, length in enumerate(lengths[rotation:] + lengths[:rotation], 1):
             batch["segment_ids"][row, start : start + length] = number
             batch["positions"][row, start : start + length] = np.arange(length)
             start += length
@@ -267,7 +270,7 @@ def random_batch(
 
 
 class _Frozen:
-    """A batch as a dictionary key, by its contents."""
+    """A batch as a hashable value, compared by its contents."""
 
     def __init__(self, batch: Batch):
         self.batch = batch

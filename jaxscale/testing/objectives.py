@@ -1,4 +1,4 @@
-"""That an objective keeps its promises: terms of parts of a batch add up, and its value is linear in them."""
+"""Check of an objective: terms of parts of a batch add up, and its value is linear in them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from jaxscale.testing.params import random_params
 
 
 def check_objective(config: TrainConfig, batch: Batch, *, tolerance: float = 1e-5) -> None:
-    """Checks `config.objective` on `config.model` with random parameters, in this process and without a mesh.
+    """Check `config.objective` on `config.model` with random parameters, without a mesh.
 
     Args:
       config: the settings of a run.
-      batch: a batch as the run's data gives it, by the names of `Objective.inputs`; an even number of groups of rows.
-      tolerance: relative, of sums in another order.
+      batch: a batch as from the run's data, with the names of `Objective.inputs` and an even number of groups of rows.
+      tolerance: relative tolerance, of sums in another order.
 
     Raises:
-      AssertionError: saying which promise is broken.
+      AssertionError: a requirement does not hold; the message names it.
     """
     objective = config.objective
     blueprint, _ = blueprint_of(config)
@@ -35,7 +35,7 @@ def check_objective(config: TrainConfig, batch: Batch, *, tolerance: float = 1e-
     assert set(inputs) <= set(batch), f"the batch has no {sorted(set(inputs) - set(batch))}"
     rows = len(next(iter(batch.values())))
     half = rows // 2
-    assert rows == 2 * half and half % objective.group == 0, f"{rows} rows make no two halves of whole groups"
+    assert rows == 2 * half and half % objective.group == 0, f"{rows} rows do not split into two halves of whole groups"
 
     def terms(part: Any) -> Any:
         model, reference = (nnx.merge(blueprint.graphdef, p) for p in (params, base))
@@ -55,13 +55,15 @@ def check_objective(config: TrainConfig, batch: Batch, *, tolerance: float = 1e-
     kind = (value.shape, value.dtype)
     assert kind == ((), jnp.float32), f"the value is {value.dtype}{value.shape}, not a float32 scalar"
     for name in objective.evaluated:
-        assert name in objective.metrics(whole | weights), f"metrics have no '{name}', which is to be evaluated"
+        assert name in objective.metrics(whole | weights), f"metrics have no '{name}', which `evaluated` names"
     if not objective.additive:
         return
     summed = jax.tree.map(jnp.add, first, second)
     for path, a in jax.tree_util.tree_leaves_with_path(summed):
         b = dict(jax.tree_util.tree_leaves_with_path(whole))[path]
-        assert close(a, b), f"the terms{jax.tree_util.keystr(path)} of two halves sum to {a}, and of the whole are {b}"
+        assert close(a, b), (
+            f"the terms{jax.tree_util.keystr(path)} of two halves sum to {a}, but those of the whole are {b}"
+        )
     parts = objective.weights(numbered_batch, 2)
     apart = float(objective.value(first | parts)) + float(objective.value(second | parts))
     together = float(objective.value(summed | parts))
@@ -69,6 +71,6 @@ def check_objective(config: TrainConfig, batch: Batch, *, tolerance: float = 1e-
     if "weights" in inputs:
         zeros = {k: x if k == "rows" else jnp.zeros_like(x) for k, x in numbered_batch.items()}
         filled = float(objective.value(jax.tree.map(jnp.add, whole, jax.jit(terms)(zeros)) | weights))
-        assert close(filled, float(value)), f"rows of zeros, which fill up, change the value {float(value)} to {filled}"
+        assert close(filled, float(value)), f"padding rows of zeros change the value {float(value)} to {filled}"
         empty = objective.weights(zeros, 1)
-        assert all(float(empty[k]) == 0 for k in empty if k != "parts"), "rows of zeros, which fill up, have weights"
+        assert all(float(empty[k]) == 0 for k in empty if k != "parts"), "padding rows of zeros have weights"

@@ -1,4 +1,4 @@
-"""A kernel against plain `jax.numpy`: no tolerance chosen by hand."""
+"""Comparison of a kernel with plain `jax.numpy`, with a tolerance derived from the latter's error."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import numpy as np
 from jaxscale.testing.compare import Agreement, Difference
 
 TWICE = 2.0
-"""Times the error of a plain implementation in the same dtype."""
+"""Allowed error as a multiple of the error of a plain implementation in the same dtype."""
 
 UNIT = 2.0**-22
-"""Relative: two units in the last place of float32, by which an accelerator's own exp2 is off (PTX ISA, ex2.approx)."""
+"""Minimum allowed relative error: two units in the last place of float32, the error of GPUs' exp2 (PTX, ex2.approx)."""
 
 
 def error_of(got: Any, truth: np.ndarray) -> float:
-    """The norm of the deviation over that of the truth, in float64; of a truth that is zero, the deviation's own.
+    """Return the relative error |got - truth| / |truth| in float64; the absolute error if `truth` is zero.
 
     Raises:
-      AssertionError: another shape.
+      AssertionError: the shapes differ.
     """
     got = np.asarray(got).astype(np.float64)
     assert got.shape == truth.shape, (got.shape, truth.shape)
@@ -32,20 +32,20 @@ def error_of(got: Any, truth: np.ndarray) -> float:
 
 
 def allowed(plain: float, dtype: Any) -> float:
-    """What an implementation may be off by: twice the plain one's error, and one unit in its dtype's last place."""
+    """Return the allowed relative error: twice the plain one's, and at least one unit in the dtype's last place."""
     return max(TWICE * plain, float(ml_dtypes.finfo(dtype).eps), UNIT)
 
 
 def compare_op(ours: Callable[..., Any], plain: Callable[..., Any], *arrays: jax.Array, seed: int = 0) -> Agreement:
-    """Compares an op and its gradients with a plain implementation, both against the latter in float64.
+    """Compare an op and its gradients with a plain implementation; errors of both are against the latter in float64.
 
-    The error of ours may be twice that of the plain one in the same dtype (see `allowed`).
+    The op's error may be twice that of the plain implementation in the same dtype (see `allowed`).
 
     Args:
-      ours: the op, of arrays to an array; differentiable in those of a floating dtype.
-      plain: the same in `jax.numpy`.
-      *arrays: what they are given.
-      seed: of the cotangent.
+      ours: the op: a function from arrays to an array, differentiable in arrays of a floating dtype.
+      plain: the same function in `jax.numpy`.
+      *arrays: the arguments of both.
+      seed: seed of the random cotangent.
     """
     shape = jax.eval_shape(plain, *arrays)
     cotangent = jnp.asarray(np.random.default_rng(seed).normal(size=shape.shape), shape.dtype)
@@ -72,8 +72,8 @@ def _forward_and_backward(op: Callable[..., Any], *arrays: Any, cotangent: Any) 
     at = [i for i, x in enumerate(arrays) if _floats(x)]
 
     def of(*floats: Any) -> Any:
-        given = dict(zip(at, floats, strict=True))
-        return op(*(given.get(i, x) for i, x in enumerate(arrays)))
+        by_index = dict(zip(at, floats, strict=True))
+        return op(*(by_index.get(i, x) for i, x in enumerate(arrays)))
 
     value, pull = jax.vjp(jax.jit(of), *(arrays[i] for i in at))
     return {"value": value} | {f"gradient {i}": g for i, g in zip(at, pull(cotangent), strict=True)}

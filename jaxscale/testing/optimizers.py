@@ -1,4 +1,4 @@
-"""An optimizer on layouts, and on layers one by one: what it does to a parameter is no matter of how that is kept."""
+"""Comparison of an optimizer's updates on several layouts, and on stacked and separate layers."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from jaxscale.testing.params import random_params
 Tree = Any
 SMALL = TransformerConfig(depth=2, vocab=64, width=32, heads=4, hidden=64)
 RATE = 0.5
-"""Large, so that what is added to a parameter is not lost in its rounding."""
+"""A learning rate large enough that updates are not lost in the rounding of parameters."""
 
 
 def compare_optimizer(
     optimizer: Optimizer, layouts: Iterable[Layout], *, model: ModelConfig = SMALL, steps: int = 3
 ) -> Agreement:
-    """Gives an optimizer the same gradients on no layout, on each of `layouts`, and layer by layer.
+    """Compare an optimizer's updates without a layout, on each of `layouts`, and layer by layer, for equal gradients.
 
-    A model's layers are one stacked tensor with a leading `layers`; an optimizer that takes a norm or a size of it as
-    if it were one matrix does other than it does to each layer alone, which the last row tells.
+    A model's layers are one stacked tensor with a leading `layers` axis. An optimizer that takes a norm or a size of
+    the stack as if it were one matrix gives other updates than for each layer alone; the last row shows that.
 
     Args:
       optimizer: see `jaxscale.optim.Optimizer`.
-      layouts: where; simulated devices do.
-      model: whose parameters it is given, with random gradients of theirs.
-      steps: how many.
+      layouts: the layouts; simulated devices suffice.
+      model: the model whose parameters are updated, with random gradients.
+      steps: number of steps.
     """
     _, infos = describe_model(model)
     params = random_params(infos)
@@ -51,7 +51,7 @@ def compare_optimizer(
 
 
 def _updates(optimizer: Optimizer, infos: Tree, params: Tree, grads: list[Tree], layout: Layout | None) -> Tree:
-    """What the steps add to the parameters, in NumPy."""
+    """The sum of all steps' updates of the parameters, in NumPy."""
     tx = optimizer.make(lambda _: jnp.asarray(RATE, jnp.float32), infos)
     first = jax.tree.map(jnp.asarray, params)
     with in_force(layout):
@@ -70,7 +70,7 @@ def _updates(optimizer: Optimizer, infos: Tree, params: Tree, grads: list[Tree],
 
 
 def _apart(tree: Tree, infos: Tree | None = None) -> dict[str, Any]:
-    """Every layer's tensors as tensors of their own; of `TensorInfo`s where no others are given."""
+    """Split stacked tensors into one per layer; without `infos`, `tree` itself has the `TensorInfo`s to split."""
     out: dict[str, Any] = {}
 
     def put(info: TensorInfo, x: Any) -> None:

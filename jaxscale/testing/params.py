@@ -1,4 +1,4 @@
-"""Parameters for checks: none at a special value, so that no bias or scale can be forgotten unseen."""
+"""Random parameters for checks: no scale is 1 and no bias 0, so that an omitted one changes results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def random_params(infos: Tree, *, seed: int = 0) -> Tree:
 
     Args:
       infos: a tree of `TensorInfo`s.
-      seed: of the random numbers.
+      seed: seed of the random numbers.
     """
     random = np.random.default_rng(seed)
 

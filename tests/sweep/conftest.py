@@ -1,4 +1,4 @@
-"""Every test of sweeps stands in a folder of its own, where one may leave its `runs/`."""
+"""Every test of sweeps runs in a temporary folder, which may receive `runs/`."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def own_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_waiting(monkeypatch):
-    """A coordinator whose runs are only told what they do looks at them without a pause."""
+    """No pause between polls, for coordinators of scripted runs."""
     monkeypatch.setattr("jaxscale.sweep.coordinator.LOOK", 0.0)

@@ -1,4 +1,4 @@
-"""The values of an axis, by quantile and as a list."""
+"""Axes: their values by quantile and as a list."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def test_seeds_are_an_axis():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: space_of({}, None), ["names no binding"]),
+        (lambda: space_of({}, None), ["sweep.axes is empty"]),
         (lambda: space_of({"train.lr": []}, None), ["sweep.axes['train.lr'] has no values"]),
         (lambda: space_of({"train.lr": 1e-3}, None), ["'train.lr'", "list of values", "0.001"]),
         (lambda: space_of({"train.lr": [1], "train.lr,train.steps": [(1, 2)]}, None), ["'train.lr' twice"]),
         (lambda: space_of({"train.seed": [1]}, 2), ["'train.seed' twice"]),
-        (lambda: space_of({"a.b, a.c": [(1, 2), 3]}, None), ["has 2 bindings", "3 is no tuple"]),
+        (lambda: space_of({"a.b, a.c": [(1, 2), 3]}, None), ["has 2 bindings", "3 is not a tuple"]),
         (lambda: space_of({"train.lr": [1e-3, 2e-3, 0.001]}, None), ["'train.lr'", "0.001 twice", "sweep.seeds"]),
         (lambda: space_of({}, 0), ["sweep.seeds = 0"]),
         (lambda: Uniform(2.0, 1.0), ["uniform.low = 2.0", "below high"]),

@@ -1,4 +1,4 @@
-"""What is wrong with a sweep is said before anything starts."""
+"""Errors in a sweep are reported before anything starts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.truth.sweeps import BASE, LR, run
             'sweep.axes = {"train.lr": [1e-3], "AdamW.b1": [0.5, 2]}\ntrain.optimizer = @SGD()',
             ["no trial reads", "'AdamW.b1'"],
         ),
-        ("train.lr = 1e-3", ["nothing binds sweep.axes"]),
+        ("train.lr = 1e-3", ["sweep.axes is not set"]),
         (LR + 'sweep.objective = "eval_los"', ["'eval_los'", "did you mean 'eval_loss'"]),
         (LR + "train.eval_batches = 0", ["sweep.objective = 'eval_loss'", "train.eval_batches = 0"]),
         (LR + "sweep.runs = 0", ["sweep.runs = 0"]),
@@ -37,7 +37,7 @@ from tests.truth.sweeps import BASE, LR, run
         ),
         (
             LR + "sweep.search = @Grid()\nGrid.stopper = @Extrapolated()",
-            ["Grid.stopper", "train.eval_every = 0 of 4 steps", "set it to 1"],
+            ["Grid.stopper", "train.eval_every = 0 with 4 steps", "set it to 1"],
         ),
         ('sweep.axes = {"train.layout": [@Layout()]}\nLayout.mesh = "data=3"', ["data=3"]),
     ],
@@ -78,6 +78,6 @@ def test_a_binding_of_the_command_line_that_is_an_axis_is_refused(own_folder, ca
     (own_folder / "lr.gin").write_text(BASE + more)
     assert main(["sweep", "lr.gin", "--dry-run", f"--gin.{binding}"]) == 2
     assert (
-        f"{binding.replace('=', ' = ')} has no effect: it is an axis of the sweep; leave it out"
+        f"{binding.replace('=', ' = ')} has no effect: it is an axis of the sweep; remove this binding"
         in capsys.readouterr().err
     )

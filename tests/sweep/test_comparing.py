@@ -1,4 +1,4 @@
-"""Comparing runs: what is read from folders, whole or not, and what a page makes of it."""
+"""Comparing runs: reading whole and damaged folders, tables and the report's page."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EVIL = "</script><script>document.title='taken'</script><img src=x onerror=alert
 def write_run(
     path: Path, losses=(3.0, 2.0, 1.0), evals=None, lr=1e-3, seed=0, depth=2, optimizer="AdamW", sample=None, **info
 ) -> Path:
-    """A run's folder as `fit` leaves it, without the time that takes."""
+    """Write a run folder as `fit` does, without training."""
     path.mkdir(parents=True)
     (path / "config.gin").write_text(CONFIG.format(lr=lr, seed=seed, depth=depth, optimizer=optimizer))
     about = {
@@ -62,7 +62,7 @@ def write_run(
 
 
 def write_sweep(path: Path, depths=(2, 4), seeds=3) -> Path:
-    """A sweep's folder: axes as gin text in its journal, a run each, one of them failed."""
+    """Write a sweep's folder with a journal and a run per trial, one of them failed."""
     lines, count = [], 0
     for depth in depths:
         for seed in range(seeds):
@@ -82,7 +82,7 @@ def write_sweep(path: Path, depths=(2, 4), seeds=3) -> Path:
 
 
 class Page(html.parser.HTMLParser):
-    """What a browser makes of a page: its elements, and the text of those that do not run."""
+    """A parsed page: its elements, scripts and text."""
 
     def __init__(self, *runs: str | Path):
         super().__init__()
@@ -170,16 +170,16 @@ def test_curves_are_a_row_for_each_number(tmp_path):
 
 
 @pytest.mark.parametrize("lost", ["run.json", "config.gin", "metrics.jsonl"])
-@pytest.mark.parametrize("how", ["missing", "torn", "not text"])
-def test_a_damaged_run_is_still_a_row(tmp_path, lost, how):
+@pytest.mark.parametrize("damage", ["missing", "torn", "not text"])
+def test_a_damaged_run_is_still_a_row(tmp_path, lost, damage):
     file = write_run(tmp_path / "a") / lost
     torn = file.read_bytes()[:20]
     file.unlink()
-    if how != "missing":
-        file.write_bytes(torn if how == "torn" else b"\xff\x00\xfe[1, 2")
+    if damage != "missing":
+        file.write_bytes(torn if damage == "torn" else b"\xff\x00\xfe[1, 2")
     (run,) = read_runs(tmp_path / "a")
     assert run.steps == (0 if lost == "metrics.jsonl" else 3)
-    assert bool(run.problems) == (lost == "run.json" or lost == "config.gin" and how != "torn")  # nothing seals it
+    assert bool(run.problems) == (lost == "run.json" or lost == "config.gin" and damage != "torn")
     assert Page(tmp_path / "a").data
 
 
@@ -195,14 +195,14 @@ def test_bindings_are_read_without_building_anything(finished_run):
     text = (
         finished_run.path / "config.gin"
     ).read_text() + "# train.guards = (<object>,): not expressible in gin; pass it "
-    found = read_bindings(text + "again from Python\n")
-    assert found["train.lr"] == finished_run.config.lr and found["train.model"] == "@model/Transformer()"
-    assert found["train.prompt"] is None and found["train.guards"] == "(<object>,)"
+    values = read_bindings(text + "again from Python\n")
+    assert values["train.lr"] == finished_run.config.lr and values["train.model"] == "@model/Transformer()"
+    assert values["train.prompt"] is None and values["train.guards"] == "(<object>,)"
 
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("rnus/*", "rnus/* names no run"), ("empty", "neither a run nor holds any"), ([], "name at least one run")],
+    [("rnus/*", "rnus/* names no run"), ("empty", "is not a run and holds none"), ([], "name at least one run")],
     ids=["pattern", "folder", "nothing"],
 )
 def test_what_names_no_run_is_one_sentence(tmp_path, monkeypatch, what, words):
@@ -293,25 +293,25 @@ def test_a_sweep_gives_a_page_and_two_pictures_in_its_folder(tmp_path, capsys):
 
 
 def test_a_page_has_a_group_for_each_setting_and_an_axis_for_each_difference(tmp_path):
-    shown = Page(write_sweep(tmp_path / "sweep"))
-    assert [(g["label"], g["runs"]) for g in shown.data["groups"]] == [
+    view = Page(write_sweep(tmp_path / "sweep"))
+    assert [(g["label"], g["runs"]) for g in view.data["groups"]] == [
         ("depth=2", [0, 1, 2]),
         ("depth=4", [3, 4, 5]),
         ("depth=3", [6]),
     ]
-    assert [axis["name"] for axis in shown.data["parallel"]["axes"]] == ["Transformer.depth", "eval_loss"]
-    depth, loss = shown.data["parallel"]["axes"]
+    assert [axis["name"] for axis in view.data["parallel"]["axes"]] == ["Transformer.depth", "eval_loss"]
+    depth, loss = view.data["parallel"]["axes"]
     assert loss["values"][-1] is None and (depth["missing"], loss["missing"]) == ("below", "above")
     assert max(_heights(loss)) == _heights(loss)[-1] > 1, "a run that did not come to an end is not below the best"
-    assert 'axis.missing === "above" ? top - 16' in shown.scripts[-1]
-    assert "width = 16 is not divisible by heads = 3" in shown.text
+    assert 'axis.missing === "above" ? top - 16' in view.scripts[-1]
+    assert "width = 16 is not divisible by heads = 3" in view.text
 
 
 def test_a_page_needs_no_network(tmp_path):
-    shown = Page(write_run(tmp_path / "a", sample="def f(): pass"))
-    assert not [a for _, attributes in shown.tags for a in ("src", "href") if a in attributes]
+    view = Page(write_run(tmp_path / "a", sample="def f(): pass"))
+    assert not [a for _, attributes in view.tags for a in ("src", "href") if a in attributes]
     assert ("meta", "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'") in [
-        (tag, attributes.get("content")) for tag, attributes in shown.tags
+        (tag, attributes.get("content")) for tag, attributes in view.tags
     ]
 
 
@@ -320,10 +320,10 @@ def test_what_runs_say_stays_text(tmp_path):
     (first / "config.gin").write_text(f"train.prompt = {EVIL!r}\n")
     second = write_run(tmp_path / "b", sample=EVIL, versions={EVIL: EVIL})
     (second / "config.gin").write_text("train.prompt = 'x'\n")
-    shown = Page(first, second)
-    assert shown.data["parallel"]["axes"][0]["values"] == [EVIL, "x"]
-    assert len(shown.scripts) == 2 and not [tag for tag, _ in shown.tags if tag in ("img", "b")]
-    assert shown.text.count(EVIL) >= 4
+    view = Page(first, second)
+    assert view.data["parallel"]["axes"][0]["values"] == [EVIL, "x"]
+    assert len(view.scripts) == 2 and not [tag for tag, _ in view.tags if tag in ("img", "b")]
+    assert view.text.count(EVIL) >= 4
 
 
 def test_numbers_that_are_none_do_not_break_a_page(tmp_path):
@@ -339,9 +339,9 @@ def test_pictures_are_drawn_of_numbers_that_are_none(tmp_path):
     write_run(tmp_path / "r/a", [3, np.nan, np.inf, 2], {4: np.nan})
     write_run(tmp_path / "r/b", [], lr=2e-3)
     write_run(tmp_path / "r/c", [5.0], {1: 4.0}, lr=4e-3)
-    told: list[str] = []
-    folder = report(tmp_path / "r", tmp_path / "out", tell=told.append).parent
-    assert not told and {p.name for p in folder.iterdir()} == {"report.html", "curves.png", "parallel.png"}
+    messages: list[str] = []
+    folder = report(tmp_path / "r", tmp_path / "out", tell=messages.append).parent
+    assert not messages and {p.name for p in folder.iterdir()} == {"report.html", "curves.png", "parallel.png"}
 
 
 def test_forty_runs_are_a_page_of_moderate_size(tmp_path):
@@ -353,7 +353,7 @@ def test_forty_runs_are_a_page_of_moderate_size(tmp_path):
 def test_a_file_that_is_no_report_is_not_written_over(tmp_path):
     write_run(tmp_path / "a")
     (tmp_path / "a/curves.png").write_bytes(b"mine")
-    with raises_saying(RunError, "curves.png", "no report of ours", "--out"):
+    with raises_saying(RunError, "curves.png", "not a report of jaxscale's", "--out"):
         report(tmp_path / "a")
     assert (tmp_path / "a/curves.png").read_bytes() == b"mine" and not (tmp_path / "a/report.html").exists()
 
@@ -373,9 +373,9 @@ def test_without_matplotlib_the_page_is_written_and_the_rest_is_told(tmp_path, m
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    told: list[str] = []
-    assert report(write_run(tmp_path / "a"), tell=told.append).exists()
-    assert "pip install 'jaxscale[plot]'" in told[0]
+    messages: list[str] = []
+    assert report(write_run(tmp_path / "a"), tell=messages.append).exists()
+    assert "pip install 'jaxscale[plot]'" in messages[0]
 
 
 def test_a_run_keeps_its_sample_for_the_page(tmp_path):

@@ -1,4 +1,4 @@
-"""The loop of a sweep: what it starts, stops and goes on with, and what becomes of a trial that ends badly."""
+"""The loop of a sweep: what it starts, stops and continues, and how it handles trials that fail."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_run_that_cannot_be_described_is_a_row_too(monkeypatch):
 
     def job_text(self, bindings):
         if bindings["train.lr"] == 2e-2:
-            raise ValueError("no such width")  # of somebody's own class
+            raise ValueError("no such width")  # raised by a user's class
         return whole(self, bindings)
 
     monkeypatch.setattr(Base, "job_text", job_text)
@@ -64,7 +64,7 @@ def test_a_signal_stops_what_runs_and_the_same_sweep_goes_on():
 
 @dataclasses.dataclass
 class _Dies:
-    """A handle on what ended without a word, `steps` further than before."""
+    """A handle on a process that died without an outcome, `steps` steps later than before."""
 
     job: Job
     steps: int
@@ -83,7 +83,7 @@ class _Dies:
 
 
 class Deadly(Told):
-    """The second trial's process dies, each time after so many steps."""
+    """A runner whose process for the second trial dies, each time after the next number of steps."""
 
     reached = [1, 2, 2, 2, 2]
 
@@ -96,12 +96,12 @@ def test_a_trial_whose_process_dies_is_tried_again_until_it_gets_no_further():
     result = run(runner=Deadly(), folder="often")
     assert states(result) == ["finished", "failed", "finished"]
     assert result.table()[1]["error"] == "its process ended by SIGKILL, 3 times at the same step"
-    assert Deadly.reached == [2]  # which is one death more
+    assert Deadly.reached == [2]  # died once more
     assert states(run(runner=Deadly(), folder="once")) == ["finished"] * 3
 
 
 class Rungs(Grid):
-    """Two steps of each, then the rest of those that are asked for again."""
+    """Requests two steps of each trial, then the rest of some."""
 
     def next(self, space, records, steps):
         trial = super().next(space, records, steps)
@@ -120,7 +120,7 @@ def test_a_paused_trial_goes_on_when_asked_for_again():
 
 
 class Impatient(Grid):
-    """Gives up what is above 1."""
+    """Stops trials whose objective is above 1."""
 
     def keeps(self, record, records, steps):
         return record.curve[-1][1] <= 1

@@ -1,4 +1,4 @@
-"""What a sweep would do, without doing it."""
+"""Dry run of a sweep."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.truth.sweeps import BASE, LR
 def test_the_command_lists_what_it_would_do_and_writes_nothing(own_folder, capsys):
     (own_folder / "lr.gin").write_text(BASE + LR)
     assert main(["sweep", "lr.gin", "--dry-run", "--gin.train.steps=10"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for words in ("0.01", "0.02", "0.03", "3 runs", "30", "3,840", "Grid"):
-        assert words in said
+        assert words in output
     assert [p.name for p in own_folder.iterdir()] == ["lr.gin"]
 
 
@@ -23,7 +23,7 @@ def test_a_dry_run_looks_into_the_storage(own_folder, capsys):
     (own_folder / "lr.gin").write_text(BASE + LR)
     pytest.importorskip("optuna")
     assert main(["sweep", "lr.gin", "--dry-run", "--storage", "journal:///nowhere/at/all/file"]) == 2
-    assert "there is no folder /nowhere/at/all" in capsys.readouterr().err
+    assert "the folder /nowhere/at/all does not exist" in capsys.readouterr().err
     assert main(["sweep", "lr.gin", "--dry-run", "--storage", f"journal://{own_folder}/log"]) == 0
     assert (own_folder / "log").read_text() == "", "no study"
 

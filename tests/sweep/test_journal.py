@@ -1,4 +1,4 @@
-"""What a sweep has written down: before a trial starts, whose it is, and that what failed is to be tried again."""
+"""The journal of a sweep: trials are written before they start, locked by one process, and retried after a failure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_who_looks_whether_a_trial_runs_does_not_hold_it(tmp_path):
     lock = job_file(run_folder(tmp_path, 0), "lock")
     lock.parent.mkdir()
     with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)  # another process, which looks as well
+        fcntl.flock(file, fcntl.LOCK_SH)  # another process that tests the lock
         assert not held(tmp_path, 0)
         fcntl.flock(file, fcntl.LOCK_EX)
         assert held(tmp_path, 0)
@@ -77,13 +77,13 @@ def test_what_fails_again_is_kept_beside_what_it_failed_with_before():
     for _ in range(2):
         result = run('sweep.axes = {"train.lr": [1e-2]}', Told(loss), retry_failed=True)
     assert result.table()[0]["error"] == "reason 2"
-    kept = [json.loads(Path(f"sweep/jobs/000.failed-{n}.json").read_text())["error"] for n in (1, 2)]
-    assert kept == ["reason 0", "reason 1"]
+    reasons = [json.loads(Path(f"sweep/jobs/000.failed-{n}.json").read_text())["error"] for n in (1, 2)]
+    assert reasons == ["reason 0", "reason 1"]
 
 
 def test_what_is_tried_again_goes_on_from_its_checkpoint():
-    def fails(config, **how):
-        js.fit(config, **{**how, "until": 2})
+    def fails(config, **options):
+        js.fit(config, **{**options, "until": 2})
         raise OSError("no space left on device")
 
     job = Job(Trial(0, {"train.lr": 1e-2}), Path("sweep/000"), Base(text(LR)).job_text({"train.lr": 1e-2}))
@@ -91,7 +91,7 @@ def test_what_is_tried_again_goes_on_from_its_checkpoint():
     failed = Outcome.read(job.folder)
     try_again(job.folder)
     starts = []
-    run_job(job, lambda config, **how: starts.append(js.fit(config, **how)))
+    run_job(job, lambda config, **options: starts.append(js.fit(config, **options)))
     ended = Outcome.read(job.folder)
     assert (failed.state, ended.state, ended.steps) == ("failed", "finished", 4)
     assert ended.seconds > failed.seconds > 0
@@ -109,9 +109,9 @@ def test_the_command_tries_again_what_failed(own_folder, capsys):
     for name, words in (("a", "abc "), ("b", "cba ")):
         Path(f"text/{name}.txt").write_text(words * 400)
     assert main(["sweep", "lr.gin", "--run", "lr", "--retry-failed"]) == 0
-    assert "trying again what failed: 000" in capsys.readouterr().out
+    assert "retrying failed runs: 000" in capsys.readouterr().out
     [row] = Result("lr").table()
     assert row["state"] == "finished"
     assert "no file matches" in json.loads(Path("lr/jobs/000.failed-1.json").read_text())["error"]
     assert main(["sweep", "lr.gin", "--retry-failed"]) == 2
-    assert "name its folder with --run DIR" in capsys.readouterr().err
+    assert "name it with --run DIR" in capsys.readouterr().err

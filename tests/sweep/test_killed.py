@@ -1,4 +1,4 @@
-"""Sweeps that are killed: no trial is lost, none is made twice, and what comes out is what comes out undisturbed."""
+"""Killed sweeps: no trial is lost or run twice, and results equal those of an undisturbed sweep."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ train.checkpoint_every = 8
 sweep.axes = {{"train.lr": [1e-2, 2e-2]}}
 """
 
-# Importing takes longest, and happens once: each sweep is a copy of a process that has done it and has no threads yet.
+# Imports take longest and happen once: each sweep is a fork of a process that has imported all and has no threads.
 FORKS = """
 import os, sys
 import jaxscale.sweep, tests.truth.sweeps, matplotlib.pyplot
@@ -58,7 +58,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def sweeps(tmp_path_factory) -> Iterator[Callable[..., None]]:
-    """Starts a sweep in a process of its own, and waits for its end or kills it."""
+    """Start a sweep in a process of its own, and wait for its end or kill it."""
     folder = tmp_path_factory.mktemp("killed")
     (folder / "lr.gin").write_text(BASE + SWEEP)
     process = subprocess.Popen(
@@ -76,7 +76,7 @@ def sweeps(tmp_path_factory) -> Iterator[Callable[..., None]]:
         process.stdin.flush()
         child = int(process.stdout.readline())
         if until is not None:
-            while not until() and not select.select([process.stdout], [], [], 0.002)[0]:  # or it has ended by itself
+            while not until() and not select.select([process.stdout], [], [], 0.002)[0]:  # or until it ends by itself
                 pass
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
@@ -89,7 +89,7 @@ def sweeps(tmp_path_factory) -> Iterator[Callable[..., None]]:
 
 
 def steps_written(folder: Path) -> int:
-    """Of all trials together, repeated ones counted each time."""
+    """Number of steps written by all trials, repeated steps included."""
     return sum(len(p.read_bytes().splitlines()) for p in folder.glob("*/metrics.jsonl"))
 
 
@@ -108,21 +108,21 @@ def test_a_sweep_killed_at_any_moment_goes_on(sweeps):
         more = steps_written(folder) + moments.randrange(1, STEPS // 4)
         late = time.monotonic() + moments.uniform(0, 0.5)
 
-        def there(by_time: bool = by_time, more: int = more, late: float = late) -> bool:
+        def due(by_time: bool = by_time, more: int = more, late: float = late) -> bool:
             return time.monotonic() > late if by_time else steps_written(folder) >= more
 
-        kills += sweeps("sweep", until=there) == signal.SIGKILL
+        kills += sweeps("sweep", until=due) == signal.SIGKILL
     assert sweeps("sweep") == 0
     assert kills == 3
     assert [row["state"] for row in Result(folder).table()] == ["finished"] * 2
     assert curves(folder) == curves(sweeps.folder / "whole")
-    asked = [json.loads(line)["id"] for line in (folder / "trials.jsonl").read_text().splitlines()]
-    assert asked == [0, 1]
+    ids = [json.loads(line)["id"] for line in (folder / "trials.jsonl").read_text().splitlines()]
+    assert ids == [0, 1]
     assert {row["run"] for row in Result(folder).table()} == {"000", "001"}
 
 
 def test_a_sweep_killed_while_it_wrote_its_first_file_begins_anew(sweeps):
-    """As is a run: `sweep.gin` and `config.gin` are written under another name, and then renamed."""
+    """`sweep.gin` and a run's `config.gin` are written under a temporary name and then renamed."""
     folder = sweeps.folder / "first"
     folder.mkdir()
     (folder / "sweep.gin.partial").write_text("sw")
@@ -136,15 +136,15 @@ def test_a_sweep_killed_while_it_wrote_its_first_file_begins_anew(sweeps):
 
 def test_a_process_of_a_pool_calculates_as_this_one_does():
     with jax.default_matmul_precision("highest"), jax.default_prng_impl("rbg"):
-        told = pool_environment()
+        pool_variables = pool_environment()
     what = "import jax; print(jax.config.jax_default_matmul_precision, jax.config.jax_default_prng_impl)"
     command = [sys.executable, "-c", what]
-    assert subprocess.check_output(command, env=told, text=True).split() == ["highest", "rbg"]
+    assert subprocess.check_output(command, env=pool_variables, text=True).split() == ["highest", "rbg"]
 
 
 @pytest.mark.long
 def test_a_process_of_a_pool_takes_one_trial_after_another_and_ends_with_its_parent(own_folder):
-    """Its parent's end is the end of what it reads; the trial that it has then stops, and can go on."""
+    """When its parent dies, its input ends; its trial then stops and can be continued."""
     shorter, longer = BASE, BASE + "train.steps = 100000\n"
     jobs = [
         Job(Trial(i, {}), own_folder / f"sweep/00{i}", Base(text).job_text({}), ("tests.truth.sweeps",))

@@ -1,4 +1,4 @@
-"""What a person is told while a sweep runs."""
+"""Progress lines of a sweep."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_search_that_leaves_trials_at_a_rung_says_that_it_is_over(capsys):
     over = "1 run finished, 2 left at a rung; the search is over"
     assert last.startswith(f"sweep · {over} · best eval_loss 0.0100 (001: train.lr = 0.01); the table is in")
     sweep.run("sweep", whole)
-    assert capsys.readouterr().out.splitlines()[0] == f"going on in sweep: {over}"
+    assert capsys.readouterr().out.splitlines()[0] == f"continuing in sweep: {over}"
 
 
 def test_a_grid_says_how_many_are_done(capsys):

@@ -19,7 +19,7 @@ OUTCOME = {"state": "finished", "steps": 3, "seconds": 2.5, "error": None}
 
 @pytest.fixture
 def sweep(tmp_path):
-    """A sweep of two runs; what a test breaks is of the second."""
+    """A sweep of two runs; tests damage the second."""
     folder = tmp_path / "sweep"
     (folder / "jobs").mkdir(parents=True)
     lines = [{"id": n, "bindings": {"train.lr": f"0.{n + 1}"}, "until": None} for n in range(2)]
@@ -33,7 +33,7 @@ def sweep(tmp_path):
 
 
 def unreadable(folder):
-    """What the page of a folder says of what it could not read, a list for each run that has any."""
+    """The sentences on a folder's page about unreadable files, a list for each run that has any."""
     text = report(folder, folder / "out", pictures=False).read_text()
     assert "<h2>Runs</h2>" in text
     return [part.replace("&#x27;", "'") for part in re.findall(r"unreadable: (.*?)</dd>", text)]
@@ -69,7 +69,7 @@ def sealed_then_cut(path):
 
 
 def linked_out(content):
-    """A link to a file of somebody's outside of the folder."""
+    """Replace a file by a link to a file outside of the folder."""
 
     def change(path):
         path.unlink()
@@ -87,7 +87,7 @@ BINARY, DEEP = written(b"\xff\x00\xfe[1, 2\n"), written("[" * 3000)
 CONFIG, INFO, METRICS = "001/config.gin", "001/run.json", "001/metrics.jsonl"
 OUTCOMES, SAMPLES, TRIALS = "001/outcome.json", "001/samples.jsonl", "trials.jsonl"
 CASES = {
-    # what is wrong: (file, change, words of the sentence)
+    # damage: (file, change, words of the sentence)
     "config missing": (CONFIG, MISSING, "config.gin: No such file"),
     "config empty": (CONFIG, written(""), "config.gin: it has no binding"),
     "config binary": (CONFIG, BINARY, "config.gin is damaged: byte 0 is not UTF-8"),
@@ -108,36 +108,36 @@ CASES = {
     "info folder": (INFO, FOLDER, "run.json: it is a folder and not a file"),
     "info dangling": (INFO, DANGLING, "run.json: No such file"),
     "info linked out": (INFO, linked_out('{"status": "open sesame"}'), "run.json: it is a link out of its"),
-    "info: status": (INFO, changed(status={"a": 1}), "run.json: status = {'a': 1} is no text"),
-    "info: error": (INFO, changed(error=["a"]), "run.json: error = ['a'] is no text"),
-    "info: started": (INFO, changed(started=5), "run.json: started = 5 is no text"),
+    "info: status": (INFO, changed(status={"a": 1}), "run.json: status = {'a': 1} is not text"),
+    "info: error": (INFO, changed(error=["a"]), "run.json: error = ['a'] is not text"),
+    "info: started": (INFO, changed(started=5), "run.json: started = 5 is not text"),
     "info: parameters": (INFO, changed(parameters=10**400), "run.json: parameters = '1000000"),
-    "info: hardware": (INFO, changed(hardware=[1]), "run.json: hardware = [1] is no object"),
+    "info: hardware": (INFO, changed(hardware=[1]), "run.json: hardware = [1] is not an object"),
     "info: versions": (INFO, changed(versions="x" * 5000), "run.json: versions = 'xxxx"),
-    "info: mesh": (INFO, changed(layout={"mesh": [2]}), "run.json: layout.mesh is no object"),
+    "info: mesh": (INFO, changed(layout={"mesh": [2]}), "run.json: layout.mesh is not an object"),
     "metrics binary": (METRICS, BINARY, "metrics.jsonl, line 1: not what was written"),
     "metrics of a list": (METRICS, written("[1]\n[2]\n"), "metrics.jsonl, lines 1, 2: not what was written"),
     "metrics edited": (METRICS, sealed_then_cut, "metrics.jsonl, line 2: not what was written"),
     "metrics without step": (METRICS, added('{"loss": 1}\n'), "metrics.jsonl: 1 lines have no step"),
     "metrics: NaN step": (METRICS, added('{"step": NaN}\n'), "metrics.jsonl: 1 lines have no step"),
     "metrics: huge step": (METRICS, added(f'{{"step": {10**30}}}\n'), "metrics.jsonl: 1 lines have no step"),
-    "metrics: text": (METRICS, added('{"step": 4, "loss": "a"}\n'), "metrics.jsonl: loss is no number at step 4"),
-    "metrics: huge": (METRICS, added(f'{{"step": 4, "loss": {10**400}}}\n'), "metrics.jsonl: loss is no number at"),
-    "metrics: nested": (METRICS, added('{"step": 4, "loss": {"a": [1]}}\n'), "loss is no number at step 4"),
+    "metrics: text": (METRICS, added('{"step": 4, "loss": "a"}\n'), "metrics.jsonl: loss is not a number at step 4"),
+    "metrics: huge": (METRICS, added(f'{{"step": 4, "loss": {10**400}}}\n'), "metrics.jsonl: loss is not a number at"),
+    "metrics: nested": (METRICS, added('{"step": 4, "loss": {"a": [1]}}\n'), "loss is not a number at step 4"),
     "metrics pipe": (METRICS, PIPE, "metrics.jsonl cannot be read: it is a pipe and not a file"),
     "metrics folder": (METRICS, FOLDER, "metrics.jsonl cannot be read: it is a folder and not a file"),
     "metrics linked out": (METRICS, linked_out('{"step": 1, "loss": 7}\n'), "it is a link out of its folder"),
     "outcome empty": (OUTCOMES, written(""), "outcome.json is damaged: Expecting value"),
-    "outcome: state": (OUTCOMES, changed(state=["a"]), "outcome.json: state = ['a'] is no text"),
-    "outcome: seconds": (OUTCOMES, changed(seconds="long"), "outcome.json: seconds = 'long' is no number"),
-    "outcome: error": (OUTCOMES, changed(error=7), "outcome.json: error = 7 is no text"),
+    "outcome: state": (OUTCOMES, changed(state=["a"]), "outcome.json: state = ['a'] is not text"),
+    "outcome: seconds": (OUTCOMES, changed(seconds="long"), "outcome.json: seconds = 'long' is not a number"),
+    "outcome: error": (OUTCOMES, changed(error=7), "outcome.json: error = 7 is not text"),
     "outcome folder": (OUTCOMES, FOLDER, "outcome.json: it is a folder and not a file"),
     "samples: number": (SAMPLES, added('{"step": 1, "text": 5}\n'), "samples.jsonl: 1 lines have no text"),
     "samples binary": (SAMPLES, BINARY, "samples.jsonl, line 1: not what was written"),
     "samples pipe": (SAMPLES, PIPE, "samples.jsonl: it is a pipe and not a file"),
     "samples linked out": (SAMPLES, linked_out('{"text": "open sesame"}\n'), "it is a link out of its folder"),
-    "trials without a run": (TRIALS, written('{"id": 0, "bindings": {}}\n'), "trials.jsonl says what the sweep bound"),
-    "trials: bindings": (TRIALS, written('{"id": 1, "bindings": 5}\n'), "trials.jsonl says what the sweep"),
+    "trials without a run": (TRIALS, written('{"id": 0, "bindings": {}}\n'), "trials.jsonl has no bindings of this"),
+    "trials: bindings": (TRIALS, written('{"id": 1, "bindings": 5}\n'), "trials.jsonl has no bindings"),
     "trials linked out": (TRIALS, linked_out('{"id": 1, "bindings": {"a": "2"}}'), "it is a link out"),
 }  # fmt: skip
 
@@ -146,8 +146,8 @@ CASES = {
 def test_a_report_names_what_it_cannot_read(sweep, case):
     name, change, words = CASES[case]
     change(sweep / name)
-    said, *others = unreadable(sweep)
-    assert words in said and len(said) < 500 and set(others) <= {said}  # of a sweep's file, one for each run
+    problem, *others = unreadable(sweep)
+    assert words in problem and len(problem) < 500 and set(others) <= {problem}  # a sweep file, once per run
 
 
 def test_a_report_that_follows_no_links_shows_nothing_of_others(sweep):
@@ -179,8 +179,8 @@ def test_a_sweep_of_one_bad_run_and_an_empty_folder_end_in_a_page_and_a_sentence
     shutil.rmtree(sweep / "000")
     for path in (sweep / "001").iterdir():
         path.write_bytes(b"\xff")
-    (said,) = unreadable(sweep)
-    assert said.count("is damaged") == 3
+    (problem,) = unreadable(sweep)
+    assert problem.count("is damaged") == 3
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RunError, match="neither a run nor holds any"):
+    with pytest.raises(RunError, match="is not a run and holds none"):
         report(tmp_path / "empty", pictures=False)

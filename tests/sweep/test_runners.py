@@ -1,4 +1,4 @@
-"""Where the runs of a sweep go: each gives what it would give alone, and failures stay with the run that has them."""
+"""Runners: each trial has the same results as alone, and a failure affects only its own trial."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxscale.errors import ConfigError, RunError
 from jaxscale.step import NextToken
 from jaxscale.sweep import Job, Slurm, SubMeshes, Trial, Vmapped
 from jaxscale.sweep.outcomes import Outcome
-from jaxscale.sweep.runners import lanes
+from jaxscale.sweep.runners import group
 from tests.truth.runs import Bigram, bigram
 
 pytestmark = pytest.mark.once
@@ -29,7 +29,7 @@ DIFFER: list[dict[str, Any]] = [
     dict(seed=2**31 + 7, lr=1e-1, schedule=js.optim.WarmupCosine(), clip_norm=0.5),
     dict(seed=0, lr=3e-2, objective=NextToken(z_loss=1e-2)),
 ]
-"""Parameters are compared after gradient descent: adaptive steps make much of the rounding of small gradients."""
+"""Plain SGD, since adaptive optimizers amplify the rounding of small gradients."""
 
 
 def small(**changes: Any) -> js.TrainConfig:
@@ -42,7 +42,7 @@ def job(config: js.TrainConfig, folder: Path, id: int, until: int | None = None)
 
 
 def carry_out(runner: Any, jobs: Sequence[Job]) -> list[Outcome]:
-    """All of them, in as many groups as the runner makes, and what came of them."""
+    """Run all jobs in the runner's groups, and return their outcomes."""
     handles = [runner.start(group) for group in runner.together(jobs)]
     wait(lambda: not any(handle.alive() for handle in handles))
     assert [handle.why() for handle in handles] == [""] * len(handles)
@@ -57,9 +57,9 @@ def wait(until: Callable[[], bool]) -> None:
 
 
 def outcome(job: Job) -> Outcome:
-    found = Outcome.read(job.folder)
-    assert found is not None
-    return found
+    result = Outcome.read(job.folder)
+    assert result is not None
+    return result
 
 
 def curve(run: js.Run, *names: str) -> np.ndarray:
@@ -67,7 +67,7 @@ def curve(run: js.Run, *names: str) -> np.ndarray:
 
 
 def assert_same_run(got: js.Run, want: js.Run, tolerance: float) -> None:
-    """Their numbers at every step, and their checkpoints' parameters."""
+    """Compare metrics at every step, and the parameters of checkpoints."""
     np.testing.assert_allclose(curve(got, "step", "loss", "lr"), curve(want, "step", "loss", "lr"), rtol=tolerance)
     evals = [[row["eval_loss"] for row in run.metrics() if "eval_loss" in row] for run in (got, want)]
     np.testing.assert_allclose(*evals, rtol=tolerance)
@@ -85,22 +85,22 @@ def no_pictures(monkeypatch):
 
 @pytest.fixture
 def places(monkeypatch) -> dict[str, set[Any]]:
-    """The devices that runs had their states on when they saved them, by folder."""
-    found: dict[str, set[Any]] = {}
+    """The devices of each run's state when it was saved, by folder."""
+    result: dict[str, set[Any]] = {}
     save = js.train.loop.Loop._save
 
     def saved(self: Any, state: Any) -> None:
         devices = {d for x in jax.tree.leaves(state.params) for d in x.devices()}
-        found.setdefault(self.run.path.name, set()).update(devices)
+        result.setdefault(self.run.path.name, set()).update(devices)
         save(self, state)
 
     monkeypatch.setattr("jaxscale.train.loop.Loop._save", saved)
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> list[js.Run]:
-    """The runs that differ in what `Vmapped` takes, each by itself on one device."""
+    """Runs that differ in what `Vmapped` supports, each trained alone on one device."""
     root = tmp_path_factory.mktemp("alone")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxscale.train.record.Record.picture", lambda self: None)
@@ -109,7 +109,7 @@ def alone(tmp_path_factory) -> list[js.Run]:
 
 @pytest.fixture(scope="module", autouse=True)
 def submitted(tmp_path_factory) -> tuple[Job, Any]:
-    """A job that a process of its own trains while the other tests run."""
+    """A job that a separate process trains while other tests run."""
     one = job(small(), tmp_path_factory.mktemp("slurm"), 0)
     return one, Slurm(cluster="local", time=5).start([one])
 
@@ -192,7 +192,7 @@ def test_vmapped_runs_pause_stop_and_go_on(tmp_path, caplog):
     wait(lambda: not handle.alive())
     assert outcome(both[0]).state == "stopped" and outcome(both[1]).state == "finished"
     assert [o.state for o in carry_out(runner, both[:1])] == ["finished"]
-    assert "goes on alone" not in caplog.text
+    assert "trains alone" not in caplog.text
     for got, want in zip(both, straight, strict=True):
         assert_same_run(js.load(got.folder), js.load(want.folder), 1e-5)
 
@@ -207,12 +207,12 @@ def test_together_go_runs_of_one_shape_and_the_others_are_named(tmp_path, caplog
 
 def test_a_group_that_cannot_be_trained_together_is_trained_alone_and_says_so(tmp_path, caplog, monkeypatch):
     def fails(*_: Any) -> None:
-        raise MemoryError("no room for two")
+        raise MemoryError("no memory for two")
 
-    monkeypatch.setattr(lanes._Programs, "__init__", fails)
+    monkeypatch.setattr(group._Programs, "__init__", fails)
     jobs = [job(small(seed=i), tmp_path, i) for i in range(2)]
     assert [o.state for o in carry_out(Vmapped(), jobs)] == ["finished"] * 2
-    assert caplog.text.count("goes on alone, since training it together with others failed: no room for two") == 2
+    assert caplog.text.count("trains alone, since training it together with others failed: no memory for two") == 2
 
 
 # --- SLURM ------------------------------------------------------------------------------------------------------------
@@ -248,14 +248,14 @@ def test_a_job_that_slurm_does_not_take_is_one_sentence(tmp_path, monkeypatch):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    with pytest.raises(RunError, match=r"^SLURM did not take the run 000: .*Invalid account$"):
+    with pytest.raises(RunError, match=r"^SLURM did not accept the run 000: .*Invalid account$"):
         Slurm().start([job(small(), tmp_path / "sweep", 0)])
     assert not (tmp_path / "sweep" / "jobs" / "000.slurm.json").exists()
 
 
 def test_slurm_without_submitit_or_a_cluster_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ConfigError, match="this machine is none of a SLURM cluster"):
+    with pytest.raises(ConfigError, match="this machine is not part of a SLURM cluster"):
         Slurm().start([job(small(), tmp_path, 0)])
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(ConfigError, match=r"pip install 'jaxscale\[slurm\]'"):
@@ -264,7 +264,7 @@ def test_slurm_without_submitit_or_a_cluster_is_one_sentence(tmp_path, monkeypat
 
 def test_a_submitted_run_outlives_the_sweep_that_submitted_it(submitted, tmp_path):
     one, handle = submitted
-    handle.job._process = None  # as for a sweep that was started again
+    handle.job._process = None  # as after a restart of the sweep
     note = one.folder.parent / "jobs" / "000.slurm.json"
     before = note.read_text()
     again = Slurm(cluster="local", time=5).start([one]) if handle.alive() else handle
@@ -279,7 +279,7 @@ def test_a_submitted_run_outlives_the_sweep_that_submitted_it(submitted, tmp_pat
 
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "no device": (lambda: SubMeshes(devices_per_run=0), "SubMeshes.devices_per_run = 0: must be at least 1"),
-    "too many devices": (lambda: SubMeshes(devices_per_run=9).slots(), "= 9, and this process has 8 cpu"),
+    "too many devices": (lambda: SubMeshes(devices_per_run=9).slots(), "= 9, but this process has 8 cpu"),
     "no run": (lambda: Vmapped(runs=0), "Vmapped.runs = 0: must be at least 1"),
     "no time": (lambda: Slurm(time=0), "Slurm.time = 0: must be above 0"),
     "no such cluster": (lambda: Slurm(cluster="slrm"), "did you mean 'slurm'"),

@@ -1,4 +1,4 @@
-"""What chooses trials, on curves that are formulas: against the papers' rules worked out apart, and killed half-way."""
+"""Searches on analytic curves: compared with the papers' rules, and after being killed half-way."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SEARCHES = {
 
 
 def curve(bindings, step):
-    """Lowest at a learning rate of 10**-2.5 and a depth of 5; slow for some, so that curves cross."""
+    """A curve, lowest at learning rate 10**-2.5 and depth 5; some converge slowly, so that curves cross."""
     lr, depth = math.log10(bindings["train.lr"]), bindings["Transformer.depth"]
     end = 2 + 0.5 * (lr + 2.5) ** 2 + 0.01 * (depth - 5) ** 2 + 0.3 * (bindings["train.optimizer"] == "@SGD()")
     return end + 3 * (1 + step) ** -(0.4 + 0.1 * depth)
@@ -180,12 +180,12 @@ def test_a_bracket_under_way_does_not_disturb_the_densities_of_lower_rungs():
 @pytest.mark.parametrize("name", SEARCHES)
 def test_killed_anywhere_and_started_again_it_tries_the_same(name):
     search, space = SEARCHES[name], LISTS if name == "Grid" else SPACE
-    objective, how = lists_curve if name == "Grid" else curve, {"runs": 14, "every": 9}
-    whole = carry_out(search, space, objective, STEPS, **how)
-    parts = carry_out(search, space, objective, STEPS, killed_after=5, **how)
+    objective, options = lists_curve if name == "Grid" else curve, {"runs": 14, "every": 9}
+    whole = carry_out(search, space, objective, STEPS, **options)
+    parts = carry_out(search, space, objective, STEPS, killed_after=5, **options)
     for more in (7, 13):
-        parts = carry_out(search, space, objective, STEPS, records=parts.records, killed_after=more, **how)
-    parts = carry_out(search, space, objective, STEPS, records=parts.records, **how)
+        parts = carry_out(search, space, objective, STEPS, records=parts.records, killed_after=more, **options)
+    parts = carry_out(search, space, objective, STEPS, records=parts.records, **options)
     assert parts.records == whole.records
 
 
@@ -193,7 +193,7 @@ def test_what_failed_is_never_the_best_nor_modelled_as_good():
     draw = KDE(randomly=0.0, seed=1)
     records = [_record(i, lr, 2 + (math.log10(lr) + 2) ** 2) for i, lr in enumerate(np.logspace(-4, -1, 30))]
     for record in records[18:]:
-        record.state, record.curve = FAILED, []  # the best of them all, and higher learning rates
+        record.state, record.curve = FAILED, []  # the best trial and those with higher learning rates
     lrs = [draw.draw({"train.lr": SPACE["train.lr"]}, records[:n], STEPS)["train.lr"] for n in range(24, 31)]
     assert np.median(lrs) < 2 * records[17].trial.bindings["train.lr"]
 
@@ -248,7 +248,7 @@ def test_nothing_is_stopped_before_something_has_finished():
 
 
 def test_extrapolated_chances_come_true():
-    """Of noisy power laws judged half-way: where the chance was above 0.95, few ended below; and it was so for many."""
+    """Noisy power laws judged half-way: many have a probability above 0.95, and few of these end below."""
     random, judged = np.random.default_rng(0), []
     for seed in range(300):
         height, slope, exponent = random.uniform(1, 3), random.uniform(0.5, 3), random.uniform(0.3, 1.5)
@@ -279,7 +279,7 @@ def test_stopping_saves_steps_and_the_best_is_found_all_the_same():
         (lambda: ASHA(eta=1), ["ASHA.eta = 1", "2"]),
         (lambda: ASHA(rungs=0), ["ASHA.rungs = 0", "1"]),
         (lambda: ASHA(sampler=Random(stopper=Extrapolated())), ["ASHA.sampler has a stopper", "ASHA.stopper"]),
-        (lambda: ASHA(rungs=6).next(SPACE, [], STEPS), ["hold no 6 rungs at eta = 3", "set it to 5", "243"]),
+        (lambda: ASHA(rungs=6).next(SPACE, [], STEPS), ["too few for 6 rungs with eta = 3", "set it to 5", "243"]),
         (lambda: KDE(good=15), ["KDE.good = 15"]),
         (lambda: Extrapolated(worse=0.2), ["Extrapolated.worse = 0.2"]),
         (lambda: Extrapolated(points=2), ["Extrapolated.points = 2"]),

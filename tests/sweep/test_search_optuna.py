@@ -1,4 +1,4 @@
-"""Optuna as a search: held to Optuna itself where that runs live, and to saying what it cannot do."""
+"""Optuna as a search: compared with a live study of Optuna's, and errors for what is not supported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.sweep.axes import Choice, Integers, LogIntegers, LogUniform, Uniform, Values
 from jaxscale.sweep.base import FAILED, FINISHED, RUNNING, Record, Trial
 from jaxscale.sweep.search import OptunaSearch
-from jaxscale.sweep.search.as_optuna import modelled, shown
+from jaxscale.sweep.search.as_optuna import display_code, sampler_code
 from tests.truth.carried import carry_out
 from tests.truth.errors import raises_saying
 
@@ -46,8 +46,8 @@ def curve(bindings, step):
     ids=["uniform", "log", "integers", "log-integers", "numbers", "choice", "tuples"],
 )
 def test_an_axis_is_the_distribution_that_optuna_has_for_it(axis, people, sampler):
-    assert (shown(axis).distribution, modelled(axis).distribution) == (people, sampler)
-    for code in (shown(axis), modelled(axis)):
+    assert (display_code(axis).distribution, sampler_code(axis).distribution) == (people, sampler)
+    for code in (display_code(axis), sampler_code(axis)):
         for u in (0.0, 0.4, 0.9):
             assert code.decode(code.encode(axis.at(u))) == axis.at(u)
 
@@ -144,8 +144,8 @@ def test_a_class_or_a_function_that_takes_a_seed_is_a_sampler():
 
 @pytest.mark.parametrize("sampler, module", [("CMA-ES", "cmaes"), ("GP", "torch")])
 def test_a_sampler_without_its_package_names_it(sampler, module, monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else found(name))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else find_spec(name))
     with raises_saying(ConfigError, sampler, f"pip install {module}"):
         OptunaSearch(sampler=sampler)
 

@@ -1,4 +1,4 @@
-"""Many machines pulling from one storage: nothing twice, nothing lost, also when one is killed."""
+"""Several machines pulling from one storage: no trial is lost or run twice, even if a machine is killed."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def ended(trial, folder, state=PAUSED, upto=3):
 
 
 def silent(ledger):
-    """As if its machine were gone: it counts no more."""
+    """Stop a ledger's counter, as if its machine were dead."""
     ledger._closed.set()
     ledger._beating.join()
 
 
-def wait_for(said, seconds=5.0):
+def wait_for(condition, seconds=5.0):
     end = time.monotonic() + seconds
-    while not said():
+    while not condition():
         assert time.monotonic() < end, "nothing came of it"
         time.sleep(0.05)
 
@@ -64,7 +64,7 @@ def test_of_two_that_claim_the_same_trial_one_gets_it(machines):
     a, b = machines
     assert a.records() == b.records() == []
     assert a.claim(FIRST) is not None
-    time.sleep(0.1)  # b has to look again
+    time.sleep(0.1)  # b has to read the storage again
     assert b.claim(FIRST) is None, "its records were of before"
     assert [r.state for r in b.records()] == [RUNNING]
     assert b.claim(Trial(1, {"x": 0.5}, until=3)) is not None
@@ -120,7 +120,7 @@ def test_a_trial_of_a_silent_machine_is_taken_and_what_that_says_later_counts_fo
     wait_for(lambda: [r.state for r in b.records()] == [RUNNING])
     wait_for(lambda: b.records()[0].state == WAITING)
     assert b.claim(FIRST) is not None
-    assert not a.report(ended(FIRST, folder, FINISHED)), "it is told that the trial is not its any more"
+    assert not a.report(ended(FIRST, folder, FINISHED)), "the trial now belongs to another machine"
     wait_for(lambda: b.records()[0].state == RUNNING and not b.records()[0].curve)
 
 
@@ -186,7 +186,7 @@ def test_two_processes_share_a_sweep_and_one_killed_loses_nothing(tmp_path, url)
     finally:
         a.kill()
         a.wait()
-    records = pull(url, tmp_path / "a")  # starts the killed one again: nothing is left for it
+    records = pull(url, tmp_path / "a")  # restart the killed machine: no trials are left for it
     assert [r.trial.id for r in records] == list(range(RUNS))
     assert {r.state for r in records} <= {FINISHED, PAUSED} and FINISHED in {r.state for r in records}
     study = optuna.load_study(study_name="sweep", storage=Storage(url).connect("sweep.of = 'waiting'\n").backend)
@@ -213,10 +213,13 @@ def test_another_sweep_does_not_mix_in(url):
 @pytest.mark.parametrize(
     "url, words",
     [
-        ("journal:///nowhere/at/all/file", ["journal:///nowhere/at/all/file", "there is no folder /nowhere/at/all"]),
+        (
+            "journal:///nowhere/at/all/file",
+            ["journal:///nowhere/at/all/file", "the folder /nowhere/at/all does not exist"],
+        ),
         ("journal:///proc/file", ["journal:///proc/file", "cannot be reached"]),
-        ("storage.log", ["'storage.log' names no storage", "journal:///path/file"]),
-        ("", ["'' names no storage"]),
+        ("storage.log", ["'storage.log' is not a storage URL", "journal:///path/file"]),
+        ("", ["'' is not a storage URL"]),
         ("sqlite:////nowhere/at/all.db", ["sqlite:////nowhere/at/all.db", "unable to open database file"]),
         ("carrierpigeon://user:secret@host/x", ["carrierpigeon://user@host/x", "cannot be reached"]),
     ],

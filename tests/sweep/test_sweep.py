@@ -1,4 +1,4 @@
-"""A sweep as a value and in its folder: from a text or from Python, real runs, and the folder of no other sweep."""
+"""Sweeps from gin text and from Python, with real runs; folders of other sweeps are refused."""
 
 from __future__ import annotations
 
@@ -101,6 +101,6 @@ def test_where_runs_go_may_change():
 def test_a_folder_of_something_else_is_refused():
     Path("mine").mkdir()
     Path("mine/run.json").write_text("{}")
-    with raises_saying(RunError, "mine is there already and holds no sweep"):
+    with raises_saying(RunError, "mine already exists and holds no sweep"):
         run(folder="mine")
     assert [p.name for p in Path("mine").iterdir()] == ["run.json"]

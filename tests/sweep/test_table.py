@@ -1,4 +1,4 @@
-"""The table of a sweep: its columns, where they are from, and which row is the best."""
+"""The table of a sweep: its columns and its best row."""
 
 from __future__ import annotations
 
@@ -43,33 +43,33 @@ def test_the_table_is_derived_from_the_folders():
 def test_references_stay_as_they_are_written():
     result = run('sweep.axes = {"train.optimizer": [@SGD(), @fast/AdamW()], "train.lr": [1e-2]}\nfast/AdamW.b1 = 0.5\n')
     assert [row["train.optimizer"] for row in result.table()] == ["@SGD()", "@fast/AdamW()"]
-    kept = json.loads((result.path / "trials.jsonl").read_text().splitlines()[1])
-    assert kept["bindings"] == {"train.optimizer": "@fast/AdamW()", "train.lr": "0.01"}
+    line = json.loads((result.path / "trials.jsonl").read_text().splitlines()[1])
+    assert line["bindings"] == {"train.optimizer": "@fast/AdamW()", "train.lr": "0.01"}
 
 
 def test_the_best_is_the_lowest_finite_one_that_did_not_fail():
     def loss(bindings, step):
         if bindings["train.lr"] == 1e-2:
-            raise RuntimeError("no room")
+            raise RuntimeError("no memory")
         return {2e-2: math.nan, 3e-2: 2.0, 4e-2: 3.0}[bindings["train.lr"]]
 
     result = run('sweep.axes = {"train.lr": [1e-2, 2e-2, 3e-2, 4e-2]}', Told(loss))
     assert result.best()["train.lr"] == 3e-2
-    assert result.table()[0]["error"] == "no room"
+    assert result.table()[0]["error"] == "no memory"
 
 
 def test_the_best_of_a_shared_sweep_may_be_another_machines(own_folder):
     pytest.importorskip("optuna")
     url = f"journal://{own_folder}/storage"
     first = run(runner=Told(lambda bindings, step: bindings["train.lr"]), folder="first", storage=url)
-    second = run(folder="second", storage=url)  # there is nothing left for it
+    second = run(folder="second", storage=url)  # no trials are left for it
     assert second.done() and [row["eval_loss"] for row in second.table()] == [1e-2, 2e-2, 3e-2]
     assert second.run().path.samefile(first.run().path)
 
 
 def test_no_best_where_nothing_was_measured():
     def loss(bindings, step):
-        raise RuntimeError("no room")
+        raise RuntimeError("no memory")
 
     with raises_saying(RunError, "no trial of sweep", "eval_loss"):
         run(runner=Told(loss)).best()

@@ -1,4 +1,4 @@
-"""Time to result, against counts done by hand and SciPy."""
+"""Time to result, compared with results by hand and by SciPy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TUNING = Tuning(settings=2)
 
 
 def field(**costs):
-    """Each entrant's steps at seeds 1, 2, ...; tuning at seed 0 prefers the setting 0.1 of all of them."""
+    """Attempts with each entrant's steps at seeds 1, 2, ...; tuning at seed 0 chooses the setting 0.1 for all."""
     out = []
     for name, steps in costs.items():
         out += [Attempt(name, "w", 0.1, 0, 50), Attempt(name, "w", 0.2, 0, 60)]
@@ -48,7 +48,7 @@ def test_tuning_takes_the_fastest_setting_and_of_those_that_never_get_there_the_
     never = math.inf
     attempts = [Attempt("a", "w", lr, 0, steps, final=end) for lr, steps, end in [(1, 90, 2.0), (2, 70, 2.1)]]
     attempts += [Attempt("b", "w", lr, 0, never, final=end) for lr, end in [(1, 2.9), (2, math.inf)]]
-    attempts += [Attempt("a", "w", 1, 1, 10)]  # a lucky seed that does not count
+    attempts += [Attempt("a", "w", 1, 1, 10)]  # a lucky run whose seed is not one for tuning
     assert tune(attempts, TUNING) == {("w", "a"): 2, ("w", "b"): 1}
 
 
@@ -71,11 +71,11 @@ def test_entrants_are_ranked_by_their_median_over_seeds():
     assert [p.reached for p in placed] == [(3, 3), (2, 3), (3, 3), (0, 3)]
     assert (
         placed[0].first == 1 and placed[0].ranks == (1, 1) and placed[3].ranks == (3.5, 4)
-    )  # where both of half's draws never get there
+    )  # bootstrap draws in which entrant "half" never reaches the target
 
 
 def test_the_interval_of_three_seeds_is_that_of_all_their_draws():
-    """Of 27 draws of three seeds, the median is the least in 7, the middle in 13, the greatest in 7."""
+    """In 27 draws of three seeds, the median is the lowest value 7 times, the middle 13 times, the highest 7 times."""
     (placed,) = rank(field(a=[10, 20, 30]), TUNING, "w", draws=4000)
     assert placed.interval == (10, 30)
     first, second = rank(field(a=[10, 20, 30], b=[20, 20, 20]), TUNING, "w", draws=4000)
@@ -144,10 +144,10 @@ def test_a_run_that_failed_before_it_had_times_takes_forever(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "seed, said", [(0, "seeds [0, 0], and the budget is one with each of [0]"), (2, "has seeds [1, 2, 2, 3]")]
+    "seed, message", [(0, "seeds [0, 0], but the budget is one with each of [0]"), (2, "has seeds [1, 2, 2, 3]")]
 )
-def test_a_seed_that_an_entrant_has_twice_is_refused(seed, said):
-    with raises_saying(ConfigError, "a at w", said):
+def test_a_seed_that_an_entrant_has_twice_is_refused(seed, message):
+    with raises_saying(ConfigError, "a at w", message):
         rank([*field(a=[1, 2, 3]), Attempt("a", "w", 0.1, seed, 5)], TUNING, "w")
 
 

@@ -1,4 +1,4 @@
-"""What is offered to check one's own parts by tells wrong ones from right ones."""
+"""The checks of `jaxscale.testing` accept correct parts and reject wrong ones."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ TINY = TransformerConfig(depth=2, vocab=32, width=16, heads=2, hidden=32)
 
 @dataclasses.dataclass(frozen=True)
 class OfTheStack:
-    """Optax's trust ratio: of a stack of layers, the length of them all."""
+    """Optax's trust ratio, which takes the norm of all stacked layers together."""
 
     def make(self, learning_rate, infos):
         return optax.chain(optax.scale_by_trust_ratio(), optax.scale_by_learning_rate(learning_rate))
 
 
-def test_an_optimizer_that_takes_the_length_of_a_stack_is_told():
-    found = compare_optimizer(OfTheStack(), [Layout("fsdp=2,tensor=2")], model=TINY)
-    assert not found.ok
+def test_an_optimizer_that_takes_the_norm_of_a_stack_is_reported():
+    result = compare_optimizer(OfTheStack(), [Layout("fsdp=2,tensor=2")], model=TINY)
+    assert not result.ok
     with pytest.raises(AssertionError) as caught:
-        found.check()
-    first, second, *_ = str(caught.value).splitlines()  # and nothing of the layout, on which it is the same
+        result.check()
+    first, second, *_ = str(caught.value).splitlines()  # and no row of the layout, on which updates agree
     assert first == "updates on layers one by one: 18 of 21 leaves differ" and "0/runs/0/blocks/0/attn/k" in second
 
 
@@ -43,7 +43,7 @@ def _plain(x, w):
 
 
 def _halved(x, w):
-    """The same value; half of the gradient by `w`."""
+    """Has the correct value but half of the gradient by `w`."""
     return _plain(x, (w + jax.lax.stop_gradient(w)) / 2)
 
 
@@ -52,7 +52,7 @@ def test_an_op_is_as_exact_as_a_plain_one_in_its_value_and_each_gradient(dtype):
     x, w = (jax.random.normal(jax.random.key(i), (16, 16), dtype) for i in range(2))
     compare_op(_plain, _plain, x, w).check()
     row = compare_op(_halved, _plain, x, w).rows[f"{dtype} (16, 16)"]
-    assert {what: found[0].ok for what, found in row.items()} == {
+    assert {what: result[0].ok for what, result in row.items()} == {
         "value": True,
         "gradient 0": True,
         "gradient 1": False,
@@ -74,9 +74,9 @@ def test_integers_have_no_gradient():
 
 def test_a_table_says_where_and_in_what_it_differs():
     want = {"a": np.ones(4), "b": np.zeros(2)}
-    found = differences({"a": np.ones(4), "b": np.array([0, np.nan])}, want)
-    said = str(Agreement("two trees", {"here": {"leaves": found}, "there": {"leaves": differences(want, want)}}))
-    assert "differs in leaves: b" in said and "inf" in said and "agrees" in said
+    result = differences({"a": np.ones(4), "b": np.array([0, np.nan])}, want)
+    message = str(Agreement("two trees", {"here": {"leaves": result}, "there": {"leaves": differences(want, want)}}))
+    assert "differs in leaves: b" in message and "inf" in message and "agrees" in message
 
 
 @pytest.mark.parametrize("mixer", [GatedRecurrence(), MultiHead()], ids=lambda m: type(m).__name__)
@@ -85,25 +85,25 @@ def test_a_mixer_that_keeps_texts_apart_passes(mixer):
 
 
 class Leaking(Recurrence):
-    """Does not begin anew with a document."""
+    """Does not reset its state at a new document."""
 
     def __call__(self, x, context):
         return super().__call__(x, dataclasses.replace(context, segment_ids=None))
 
 
 class Forgetful(Recurrence):
-    """Begins anew with every step of generation."""
+    """Resets its state at every decode step."""
 
     def __call__(self, x, context):
         return super().__call__(x, dataclasses.replace(context, cache=None))
 
 
-@pytest.mark.parametrize(("wrong", "said"), [(Leaking, "in a packed row"), (Forgetful, "a text that is generated")])
-def test_a_mixer_that_mixes_texts_up_is_told(wrong, said):
+@pytest.mark.parametrize(("wrong", "message"), [(Leaking, "in a packed row"), (Forgetful, "decoding a sequence")])
+def test_a_mixer_that_mixes_documents_is_reported(wrong, message):
     class Wrong(GatedRecurrence):
         layer = wrong
 
-    with pytest.raises(AssertionError, match=f"^Wrong: .*{said}"):
+    with pytest.raises(AssertionError, match=f"^Wrong: .*{message}"):
         check_mixer(Wrong())
 
 
@@ -119,16 +119,16 @@ def test_a_mixer_that_mixes_texts_up_is_told(wrong, said):
     ids=["transformer", "encoder", "experts", "language model", "vision"],
 )
 def test_a_model_keeps_what_its_capabilities_promise(model, capabilities):
-    found = check_model(model)
+    result = check_model(model)
     assert (
-        set(capabilities.split()) <= set(found)
+        set(capabilities.split()) <= set(result)
         if isinstance(model, TransformerConfig)
-        else found == tuple(capabilities.split())
+        else result == tuple(capabilities.split())
     )
 
 
 class LateNorm(Transformer):
-    """Its stages forget the last norm."""
+    """Its stages give twice the output of the whole model."""
 
     def finish(self, x):
         return 2 * super().finish(x)
@@ -145,5 +145,5 @@ class WithLateNorm(TransformerConfig):
 
 
 def test_a_model_whose_stages_make_something_else_is_named():
-    with pytest.raises(AssertionError, match="WithLateNorm: begin, layers and finish are not hidden"):
+    with pytest.raises(AssertionError, match="WithLateNorm: begin, layers and finish together differ from hidden"):
         check_model(WithLateNorm(depth=1, vocab=32, width=16, heads=2, hidden=32))

@@ -17,7 +17,7 @@ from jaxscale.step import Input, Objective
 from jaxscale.step.backprop import make_loss_and_grads
 from jaxscale.step.prepare import blueprint_of, prepare
 from jaxscale.sweep.checks import _check_objective
-from jaxscale.sweep.runners.lanes import Lanes
+from jaxscale.sweep.runners.group import RunGroup
 from tests.truth.errors import raises_saying
 
 
@@ -88,8 +88,8 @@ def config_of(objective=None, **settings):
 
 def test_a_vmapped_run_reads_the_rows_that_it_reads_alone():
     config = config_of(seed=3)
-    alone, lane = (p.loader for p in (prepare(config), Lanes([config], turns=None)._prepare(0, config)))
-    np.testing.assert_array_equal(lane.ids_at(5), alone.ids_at(5))
+    alone, member = (p.loader for p in (prepare(config), RunGroup([config], turns=None)._prepare(0, config)))
+    np.testing.assert_array_equal(member.ids_at(5), alone.ids_at(5))
     np.testing.assert_array_equal(np.diff(alone.ids_at(5))[::2], 1)  # pairs stay together
 
 

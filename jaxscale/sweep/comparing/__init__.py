@@ -1,4 +1,4 @@
-"""Comparing runs from their folders: tables, pages, pictures."""
+"""Comparing runs by their folders: pandas tables, HTML reports, pictures."""
 
 from jaxscale.sweep.comparing.folders import Ran, read_run, read_runs
 from jaxscale.sweep.comparing.table import curves, runs

@@ -1,4 +1,4 @@
-"""What runs have in common, what they differ in, and which are one setting under several seeds."""
+"""Bindings that runs share, bindings that differ, and groups of runs that differ in their seed only."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from jaxscale.errors import RunError, near
 from jaxscale.sweep.comparing.folders import SEED, Ran
 
 POINTS = 300
-"""A curve with more points than this is thinned to so many: means over consecutive steps."""
+"""A curve with more points than this is thinned to at most this many: means over consecutive steps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Runs of one config that differ in nothing but their seed.
+    """Runs of one config that differ only in their seed.
 
     Args:
-      label: what sets it apart from the other groups.
-      runs: their places in the list that was grouped.
+      label: the bindings that distinguish it from other groups.
+      runs: indices into the list that was grouped.
     """
 
     label: str
@@ -33,21 +33,25 @@ class Curves:
     """A metric of several runs on common steps.
 
     Args:
-      metric: its name.
-      steps: ascending; where curves were thinned, the last of those that a point is the mean of.
-      values: [run, step]; NaN where a value was not finite.
-      there: [run, step]; whether the run has a value at that point at all, finite or not.
+      metric: the metric's name.
+      steps: [point], ascending; for thinned curves, the last step of each point.
+      values: [run, point]; NaN if there is no finite value.
+      present: [run, point], bool; whether the run has a value there, finite or not.
       thinned: how many steps a point is the mean of.
     """
 
     metric: str
     steps: np.ndarray
     values: np.ndarray
-    there: np.ndarray
+    present: np.ndarray
     thinned: int
 
     def band(self, runs: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Mean, least, greatest and number of the finite values of some runs at each step; NaN where there is none."""
+        """Return mean, minimum, maximum and number of the finite values of some runs at each point; NaN without any.
+
+        Args:
+          runs: indices of the runs.
+        """
         values = self.values[list(runs)]
         finite = np.isfinite(values)
         count = finite.sum(0)
@@ -59,31 +63,31 @@ class Curves:
 
 
 def differing(runs: Sequence[Ran]) -> dict[str, list[Any]]:
-    """The bindings that are not the same in all runs, each with its value by run; `None` where a run has none.
+    """Return the bindings that differ between runs, each with a value per run; `None` if a run lacks it.
 
     A sweep's axes come first, under their own names. A setting of a part that some runs do not have (AdamW's `b1`
-    beside Lion) is no difference by itself: that their parts differ is one.
+    beside Lion) does not count: the different part itself does.
     """
-    found: dict[str, list[Any]] = {}
+    differ: dict[str, list[Any]] = {}
     for name in _names(run.axes for run in runs):
         values = [run.axes.get(name, run.bindings.get(name)) for run in runs]
         if _differ(values):
-            found[name] = values
-    axes = dict(found)
+            differ[name] = values
+    axes = dict(differ)
     for name in _names(run.bindings for run in runs):
         values = [run.bindings.get(name) for run in runs]
         having = [i for i, run in enumerate(runs) if name in run.bindings]
-        if name in found or not _differ([values[i] for i in having]):
+        if name in differ or not _differ([values[i] for i in having]):
             continue
         tail = name.rsplit("/", 1)[-1]
         same = [axis for axis in axes if axis.rsplit("/", 1)[-1] == tail]
         if not any(all(str(axes[axis][i]) == str(values[i]) for i in having) for axis in same):
-            found[name] = values
-    return found
+            differ[name] = values
+    return differ
 
 
 def shared(runs: Sequence[Ran]) -> dict[str, Any]:
-    """The bindings that every run with a config has, with one value."""
+    """Return the bindings that have the same value in every run with a config."""
     known = [run for run in runs if run.bindings]
     return {
         name: known[0].bindings[name]
@@ -93,7 +97,7 @@ def shared(runs: Sequence[Ran]) -> dict[str, Any]:
 
 
 def groups_of(runs: Sequence[Ran], differs: dict[str, list[Any]] | None = None) -> list[Group]:
-    """Runs by config, their seeds together; a run whose config is not known stands alone."""
+    """Group runs that differ only in their seed; a run whose config is unknown is a group of its own."""
     differs = differing(runs) if differs is None else differs
     members: dict[Any, list[int]] = {}
     for i, run in enumerate(runs):
@@ -117,61 +121,68 @@ def groups_of(runs: Sequence[Ran], differs: dict[str, list[Any]] | None = None) 
 
 
 def metrics_of(runs: Sequence[Ran]) -> list[str]:
-    """The metrics that any run has; losses first, held-out ones before them."""
-    found = list(dict.fromkeys(name for run in runs for name in run.metrics))
-    return sorted(found, key=lambda name: (not is_loss(name), not name.startswith("eval"), found.index(name)))
+    """Return the metrics that any run has: losses first, and held-out losses before other losses."""
+    names = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    return sorted(names, key=lambda name: (not is_loss(name), not name.startswith("eval"), names.index(name)))
 
 
 def objective_of(runs: Sequence[Ran], metric: str | None = None) -> str | None:
-    """The metric that runs are judged by: the one asked for, else a held-out loss, else a loss; `None` without numbers.
+    """Return the metric to compare runs by: the requested one, else a held-out loss, else a loss, else any.
+
+    Args:
+      runs: the runs.
+      metric: the requested metric.
+
+    Returns:
+      its name; `None` if no run has metrics.
 
     Raises:
-      RunError: no run has the metric that was asked for, and they have others.
+      RunError: no run has the requested metric, but they have others.
     """
-    found = metrics_of(runs)
-    if metric is not None and found and metric not in found:
-        raise RunError(f"no run has a metric '{metric}'{near(metric, found)}")
-    return metric if found and metric else next(iter(found), None)
+    names = metrics_of(runs)
+    if metric is not None and names and metric not in names:
+        raise RunError(f"no run has a metric '{metric}'{near(metric, names)}")
+    return metric if names and metric else next(iter(names), None)
 
 
 def is_loss(metric: str) -> bool:
-    """Whether its name says that less of it is better; what follows a stroke is a corpus."""
+    """Whether a metric is a loss, perplexity or error by its name, so that lower is better; after "/" is a corpus."""
     return metric.partition("/")[0].endswith(("loss", "perplexity", "error"))
 
 
 def last(run: Ran, metric: str) -> float | None:
-    """The last value of a metric, `None` where there is none."""
+    """Return the last value of a metric; `None` if there is none."""
     points = run.metrics.get(metric)
     return points[-1][1] if points else None
 
 
 def best(run: Ran, metric: str) -> tuple[int, float] | None:
-    """(step, value) of the least finite value of a metric."""
+    """Return (step, value) of the lowest finite value of a metric; `None` if there is none."""
     points = [p for p in run.metrics.get(metric, []) if np.isfinite(p[1])]
     return min(points, key=lambda p: p[1]) if points else None
 
 
 def curves_of(runs: Sequence[Ran], metric: str, points: int = POINTS) -> Curves:
-    """A metric of all runs on common steps, thinned where there are more than `points`."""
+    """Return a metric of all runs on common steps, thinned to at most `points` points."""
     raw = [run.metrics.get(metric, []) for run in runs]
     union = sorted({step for curve in raw for step, _ in curve})
     width = max(1, -(-len(union) // points))
     place = {step: i // width for i, step in enumerate(union)}
     steps = np.array(union[width - 1 :: width] + ([union[-1]] if len(union) % width else []), int)
     total, count = np.zeros((len(runs), len(steps))), np.zeros((len(runs), len(steps)), int)
-    there = np.zeros(total.shape, bool)
+    present = np.zeros(total.shape, bool)
     for r, curve in enumerate(raw):
         for step, value in curve:
-            there[r, place[step]] = True
+            present[r, place[step]] = True
             if np.isfinite(value):
                 total[r, place[step]] += value
                 count[r, place[step]] += 1
     values = np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
-    return Curves(metric, steps, values, there, width)
+    return Curves(metric, steps, values, present, width)
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Bindings without what they do not need to be told apart: `train.lr` is `lr` where no other is."""
+    """Return the shortest unambiguous suffix of each binding: `train.lr` is `lr` if no other ends so."""
     tails = [name.rsplit(".", 1)[-1] for name in names]
     middles = [name.rsplit("/", 1)[-1] for name in names]
     return [
@@ -181,7 +192,7 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def worded(value: Any) -> str:
-    """A binding's value, short: numbers to four digits, of a reference such as `@optimizer/AdamW()` its name."""
+    """Return a binding's value as short text: floats to four digits, `@optimizer/AdamW()` as `AdamW`."""
     if isinstance(value, bool) or value is None:
         return str(value)
     if isinstance(value, float):

@@ -1,6 +1,6 @@
-"""Runs as they lie on disk, read to be compared: nothing here trains, builds a model, or writes.
+"""Reads run folders for comparison; trains nothing, builds no model and writes nothing.
 
-A folder that is damaged is still a run: what can be read of it is, and the rest is among its `problems`.
+A damaged folder is still a run: what is readable is read, and the rest is listed in its `problems`.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ Patterns = str | Path | Sequence[str | Path]
 
 SEED = "train.seed"
 INTERRUPTED = "interrupted"
-"""The state of a run that says it is running while no process of this machine holds it."""
+"""The state of a run whose `run.json` has it running while no process on this machine locks its folder."""
 
 UNKNOWN = "unknown"
-"""The state of a run whose folder does not say."""
+"""The state of a run whose folder has no state."""
 
 _OF_A_RUN = ("run.json", "config.gin", "metrics.jsonl", "outcome.json")
 _OF_A_SWEEP = ("sweep.gin", "trials.jsonl")
-_TEXT, _NUMBER, _OBJECT = (str, "text"), (int | float, "number"), (dict, "object")
+_TEXT, _NUMBER, _OBJECT = (str, "text"), (int | float, "a number"), (dict, "an object")
 _FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
     "run.json": dict.fromkeys(("status", "error", "started", "updated"), _TEXT) | {"parameters": _NUMBER}
     | dict.fromkeys(("hardware", "layout", "data", "versions", "flags"), _OBJECT),
     "outcome.json": {"state": _TEXT, "error": _TEXT, "seconds": _NUMBER},
 }  # fmt: skip
-"""What is read of a file, and what it has to be where it is there."""
+"""The fields that are read from each file, with the types they must have if present."""
 _NO_METRIC = ("step", "time", "host_seconds", "tokens_per_second", "rows_per_second", "model_flops_per_second")
 
 
 @dataclasses.dataclass(frozen=True)
 class Ran:
-    """A run folder, read.
+    """The content of a run folder.
 
     Args:
-      name: short, and unlike those of the others that were read with it.
+      name: a short name, unique among the runs read with it.
       path: the folder.
       state: `finished`, `stopped`, `failed`, `running`, ... (see `jaxscale.sweep.base`), `interrupted` or `unknown`.
-      error: what it failed with, one sentence.
+      error: why it failed, one sentence.
       bindings: every operative binding by its name in `config.gin`; literals as values, references as text.
-      axes: what its sweep bound, by the name of the axis; empty for a run of its own.
-      info: `run.json`.
-      rows: of `metrics.jsonl`, a dict a step.
-      samples: `step`, `prompt` and `text` of each sample that was kept.
-      seconds: of wall time: its sweep's count, else from its start to its last word, pauses included.
+      axes: the values its sweep bound, by binding; empty for a run outside of a sweep.
+      info: the content of `run.json`.
+      rows: the rows of `metrics.jsonl`, a dict per step.
+      samples: `step`, `prompt` and `text` of each saved sample.
+      seconds: wall time: its sweep's count, else from its start to its last update, pauses included.
       problems: what could not be read, a sentence each.
     """
 
@@ -80,27 +80,31 @@ class Ran:
 
     @functools.cached_property
     def metrics(self) -> dict[str, list[tuple[int, float]]]:
-        """(step, value) of every metric by name, steps ascending; values may be NaN."""
-        found: dict[str, list[tuple[int, float]]] = {}
+        """The curve of every metric by name: (step, value), steps ascending; values may be NaN."""
+        curves: dict[str, list[tuple[int, float]]] = {}
         for row in self.rows:
             for key, value in row.items():
                 if key not in _NO_METRIC and _is_number(value):
-                    found.setdefault(key, []).append((row["step"], float(value)))
-        return found
+                    curves.setdefault(key, []).append((row["step"], float(value)))
+        return curves
 
     @property
     def steps(self) -> int:
-        """The last step of which there are numbers."""
+        """The last step in `metrics.jsonl`; 0 without any."""
         return self.rows[-1]["step"] if self.rows else 0
 
     def median(self, key: str) -> float | None:
-        """The median of a number of every step but the first, which compiles."""
+        """Return the median of a metric over all steps but the first, which compiles; `None` without values.
+
+        Args:
+          key: the metric's name.
+        """
         values = [row[key] for row in self.rows[1:] if is_finite(row.get(key))]
         return float(np.median(values)) if values else None
 
     @property
     def tokens_per_step(self) -> int | None:
-        """Rows of a batch times tokens of a row; `None` of a run whose rows are none of tokens."""
+        """Batch rows times sequence length; `None` for a run that does not train on tokens."""
         if self.median("rows_per_second"):
             return None
         sizes = [self.bindings.get(name) for name in ("train.batch_size", "train.seq_len")]
@@ -108,7 +112,7 @@ class Ran:
 
     @property
     def step_seconds(self) -> float | None:
-        """The median time of a step."""
+        """The median time of a step, in seconds; `None` if unknown."""
         if per_row := self.median("rows_per_second"):
             rows = self.bindings.get("train.batch_size")
             return rows / per_row if isinstance(rows, int) else None
@@ -117,10 +121,10 @@ class Ran:
 
 
 def read_runs(what: Patterns) -> list[Ran]:
-    """The runs that paths and patterns name, in order of their names; a sweep's folder stands for its runs.
+    """Read the runs that paths and patterns name; a sweep's folder stands for its runs.
 
     Args:
-      what: `"runs/*"`, a run's folder, a sweep's, or a list of them.
+      what: a pattern such as `"runs/*"`, a run folder, a sweep's folder, or a list of them.
 
     Raises:
       RunError: one names no run.
@@ -133,7 +137,12 @@ def read_runs(what: Patterns) -> list[Ran]:
 
 
 def read_run(path: Path, name: str | None = None) -> Ran:
-    """A run's folder; what is missing or cannot be read is told in `problems`."""
+    """Read a run folder; what cannot be read is listed in `problems`.
+
+    Args:
+      path: the folder.
+      name: the run's name; by default the folder's.
+    """
     problems: list[str] = []
     info = _info(path / "run.json", problems)
     outcome = _fields(path / "outcome.json", problems) if os.path.lexists(path / "outcome.json") else {}
@@ -169,28 +178,28 @@ def read_run(path: Path, name: str | None = None) -> Ran:
 
 
 def read_bindings(text: str) -> dict[str, Any]:
-    """The bindings of a `config.gin` by name; nothing is imported, built or looked up."""
-    found = {}
+    """Return the bindings of a `config.gin` by name, without importing or building anything."""
+    bindings = {}
     for line in text.splitlines():
         name, equals, value = line.partition(" = ")
-        if line.startswith("# "):  # a value that gin has no words for
+        if line.startswith("# "):  # a value that gin cannot express
             name, value = name.removeprefix("# "), value.removesuffix(f": {LOST}")
         if equals and re.fullmatch(r"[\w/.]+", name):
-            found[name] = _value(value)
-    return found
+            bindings[name] = _value(value)
+    return bindings
 
 
 def _value(text: str) -> Any:
     try:
-        found = ast.literal_eval(text)
-        reading.check_depth(found)
-        return _plain(found)
+        value = ast.literal_eval(text)
+        reading.check_depth(value)
+        return _plain(value)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return text
 
 
 def _plain(value: Any) -> Any:
-    """A value with whole numbers that floats and arrays cannot hold as text."""
+    """A value in which integers too large for a float are text."""
     if isinstance(value, dict):
         return {key: _plain(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
@@ -199,9 +208,9 @@ def _plain(value: Any) -> Any:
 
 
 def _quoted(text: str) -> str:
-    """gin text with its references as strings."""
+    """Gin text with its references quoted as strings."""
     parts = r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|([@%][\w/.]+(?:\(\))?)"""
-    return re.sub(parts, lambda found: found[1] or repr(found[2]), text)
+    return re.sub(parts, lambda match: match[1] or repr(match[2]), text)
 
 
 def is_finite(value: Any) -> TypeGuard[float]:
@@ -217,7 +226,7 @@ def _is_number(value: Any) -> bool:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder holds anything of a run, whole or not."""
+    """Whether a folder holds any file of a run, and is not a sweep."""
     return not is_sweep(path) and any((path / name).is_file() for name in _OF_A_RUN)
 
 
@@ -228,16 +237,16 @@ def is_sweep(path: Path) -> bool:
 
 def _find(item: Path) -> list[Path]:
     if item.is_dir():
-        found = [item] if is_run(item) else _runs_in(item)
-        if not found:
-            raise RunError(f"{item} is neither a run nor holds any: no {', '.join(_OF_A_RUN)} is in it or a level down")
-        return found
+        paths = [item] if is_run(item) else _runs_in(item)
+        if not paths:
+            raise RunError(f"{item} is not a run and holds none: no {', '.join(_OF_A_RUN)} in it or one level down")
+        return paths
     folders = sorted(Path(p) for p in glob.glob(str(item)) if Path(p).is_dir())
-    found = [path for folder in folders for path in ([folder] if is_run(folder) else _runs_in(folder))]
-    if not found:
-        there = [str(p) for p in item.parent.glob("*") if p.is_dir()] if item.parent.is_dir() else []
-        raise RunError(f"{item} names no run{near(str(item), there) if len(there) <= 50 else ''}")
-    return found
+    paths = [path for folder in folders for path in ([folder] if is_run(folder) else _runs_in(folder))]
+    if not paths:
+        siblings = [str(p) for p in item.parent.glob("*") if p.is_dir()] if item.parent.is_dir() else []
+        raise RunError(f"{item} names no run{near(str(item), siblings) if len(siblings) <= 50 else ''}")
+    return paths
 
 
 def _runs_in(folder: Path) -> list[Path]:
@@ -245,7 +254,7 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """As few of the last parts of each path as tell them apart."""
+    """The shortest ends of the paths that are unique."""
     parts = [path.resolve().parts for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-count:]) for p in parts]
@@ -268,30 +277,30 @@ def _json(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _fields(path: Path, problems: list[str]) -> dict[str, Any]:
-    """As `_json`, without the fields that are not what they have to be."""
+    """As `_json`, without fields of a wrong type."""
     info = _json(path, problems)
     for name, (kind, word) in _FIELDS[path.name].items():
         value = info.get(name)
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-            problems.append(f"{path.name}: {name} = {reading.clipped(repr(value), 60)} is no {word}")
+            problems.append(f"{path.name}: {name} = {reading.clipped(repr(value), 60)} is not {word}")
             del info[name]
     return info
 
 
 def _info(path: Path, problems: list[str]) -> dict[str, Any]:
-    """`run.json`, without the parts of it that are not what their name says."""
+    """`run.json`, without fields of a wrong type."""
     info = _fields(path, problems)
     if not isinstance((info.get("layout") or {}).get("mesh") or {}, dict):
-        problems.append(f"{path.name}: layout.mesh is no object")
+        problems.append(f"{path.name}: layout.mesh is not an object")
         del info["layout"]
     return info
 
 
 def _no_numbers(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A sentence for each metric that is a number at some steps and something else at others."""
+    """A sentence for each metric that is a number at some steps but not at others."""
     metrics = {key for row in rows for key, value in row.items() if _is_number(value)}
     strange = {key: row["step"] for row in rows for key in metrics & row.keys() if not _is_number(row[key])}
-    return [f"{name}: {key} is no number at step {step}" for key, step in sorted(strange.items())]
+    return [f"{name}: {key} is not a number at step {step}" for key, step in sorted(strange.items())]
 
 
 def _gin(path: Path, problems: list[str]) -> str:
@@ -317,10 +326,10 @@ def _samples(path: Path, problems: list[str]) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """The objects among the lines of a file that may not be there; torn and damaged ones left out."""
+    """The JSON objects among a file's lines, without partial and damaged ones; none if the file does not exist."""
     lines = Lines()
     try:
-        found = _plain([*lines.feed(reading.read_bytes(path)), *lines.end()])
+        rows: list[dict[str, Any]] = _plain([*lines.feed(reading.read_bytes(path)), *lines.end()])
         if not lines.sealed:
             reading.check_own(path)
     except FileNotFoundError:
@@ -330,21 +339,21 @@ def _lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
         return []
     if lines.damaged:
         problems.append(str(altered_lines(path, lines)))
-    return found
+    return rows
 
 
 def _axes(path: Path, problems: list[str]) -> dict[str, Any]:
-    """What the sweep around a run bound in it, by single binding; `problems` only where that cannot be known."""
+    """The values that a run's sweep bound, by single binding; adds to `problems` if they cannot be read."""
     if not path.name.isdecimal():
         return {}
     why: list[str] = []
-    asked = [line for line in _lines(path.parent / "trials.jsonl", why) if line.get("id") == int(path.name)]
+    trials = [line for line in _lines(path.parent / "trials.jsonl", why) if line.get("id") == int(path.name)]
     job = _json(path.parent / "jobs" / f"{path.name}.json", []).get("trial")
-    asked += [job] if isinstance(job, dict) else []
-    bound = next((one["bindings"] for one in asked if isinstance(one.get("bindings"), dict)), None)
+    trials += [job] if isinstance(job, dict) else []
+    bound = next((one["bindings"] for one in trials if isinstance(one.get("bindings"), dict)), None)
     if bound is None:
-        known = any(os.path.lexists(path.parent / name) for name in _OF_A_SWEEP)
-        problems += why or [f"no line of {path.parent / 'trials.jsonl'} says what the sweep bound"] * known
+        in_sweep = any(os.path.lexists(path.parent / name) for name in _OF_A_SWEEP)
+        problems += why or [f"{path.parent / 'trials.jsonl'} has no bindings of this trial"] * in_sweep
         return {}
     axes: dict[str, Any] = {}
     for name, text in bound.items():
@@ -367,7 +376,7 @@ def _seconds(info: dict[str, Any], outcome: dict[str, Any]) -> float | None:
 
 
 def _is_held(path: Path) -> bool:
-    """Whether a process holds the run, as `jaxscale.train.folders.lock` takes it; asked without writing."""
+    """Whether a process has locked the run with `jaxscale.train.folders.lock`; tested without writing."""
     import fcntl
 
     try:

@@ -1,5 +1,5 @@
 "use strict";
-// Draws what the page's JSON holds; all text goes in as text. `curves` and `parallel` are independent of each other.
+// Draws the page's JSON; all text is inserted as text, never as HTML. `curves` and `parallel` are independent.
 const data = JSON.parse(document.getElementById("data").textContent);
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -12,7 +12,7 @@ function make(parent, tag, attributes = {}, text = null) {
   return node;
 }
 
-function shown(x) {
+function worded(x) {
   if (x === null || x === undefined) return "none";
   if (typeof x !== "number") return String(x);
   if (!Number.isFinite(x)) return String(x);
@@ -45,7 +45,7 @@ function scaleOf(low, high, from, to, log) {
   return scale;
 }
 
-// Few things get a colour each; many are coloured by how good they are.
+// Up to eight lines have distinct colours; more are coloured by how good they are.
 const color = (place, count, goodness) =>
   count <= 8 ? `var(--c${place})`
   : goodness === null ? "var(--soft)"
@@ -108,8 +108,8 @@ function curves(root) {
     const values = lines.flatMap((l) => [...l.mid, ...(l.low || []), ...(l.high || [])]).filter(usable).sort((a, b) => a - b);
     chart.querySelector("svg")?.remove();
     const svg = make(chart, "svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${m.name} over steps` });
-    if (!values.length) { make(svg, "text", { x: 20, y: 40 }, "nothing to draw"); return; }
-    // a run that diverges must not flatten the others
+    if (!values.length) { make(svg, "text", { x: 20, y: 40 }, "no values to draw"); return; }
+    // cut the axis so that a diverged run does not flatten the others
     let low = values[0], high = values[values.length - 1];
     const most = values[Math.floor((values.length - 1) * 0.97)], cut = !state.logY && high - low > 4 * (most - low) && most > low;
     if (cut) high = most + 0.3 * (most - low);
@@ -118,11 +118,11 @@ function curves(root) {
     const y = scaleOf(low - pad, high + pad, height - edge.bottom, edge.top, state.logY);
     for (const t of y.ticks(6)) {
       make(svg, "line", { class: "grid", x1: edge.left, x2: width - edge.right, y1: y(t), y2: y(t) });
-      make(svg, "text", { x: edge.left - 7, y: y(t) + 4, "text-anchor": "end" }, shown(t));
+      make(svg, "text", { x: edge.left - 7, y: y(t) + 4, "text-anchor": "end" }, worded(t));
     }
     for (const t of x.ticks(width < 500 ? 4 : 8)) {
       make(svg, "line", { class: "axis", x1: x(t), x2: x(t), y1: height - edge.bottom, y2: height - edge.bottom + 4 });
-      make(svg, "text", { x: x(t), y: height - edge.bottom + 18, "text-anchor": x(t) > width - 30 ? "end" : "middle" }, shown(t));
+      make(svg, "text", { x: x(t), y: height - edge.bottom + 18, "text-anchor": x(t) > width - 30 ? "end" : "middle" }, worded(t));
     }
     make(svg, "line", { class: "axis", x1: edge.left, x2: width - edge.right, y1: height - edge.bottom, y2: height - edge.bottom });
     make(svg, "text", { x: (edge.left + width - edge.right) / 2, y: height - 4, "text-anchor": "middle" }, "step");
@@ -143,7 +143,7 @@ function curves(root) {
       line.mid.forEach((v, i) => {
         if (usable(v)) { path += `${down ? "L" : "M"}${x(m.steps[i]).toFixed(1)} ${y(v).toFixed(1)}`; down = true; }
         else if (v === "nan") {
-          if (down) { // where a curve stops being a number
+          if (down) { // mark where a curve stops being finite
             const p = [...path.matchAll(/([\d.-]+) ([\d.-]+)/g)].pop();
             make(inside, "path", { d: `M${p[1] - 4} ${p[2] - 4}l8 8m0 -8l-8 8`, stroke: colors[line.g], "stroke-width": 2 });
             broken = true;
@@ -156,12 +156,12 @@ function curves(root) {
       if (known.length === 1) make(inside, "circle", { cx: x(m.steps[known[0]]), cy: y(line.mid[known[0]]), r: 3, fill: colors[line.g] });
     }
     const rule = make(svg, "line", { class: "axis", y1: edge.top, y2: height - edge.bottom, visibility: "hidden", "stroke-dasharray": "3 3" });
-    const said = [];
-    if (!state.single && lines.some((l) => l.low)) said.push("Lines are means over seeds, bands reach from the least to the greatest.");
-    if (m.thinned > 1) said.push(`Each point is the mean of ${m.thinned} recorded steps.`);
-    if (cut) said.push("Some values lie above the axis; log values shows them.");
-    if (broken) said.push("× marks where a value is not finite.");
-    note.textContent = said.join(" ");
+    const notes = [];
+    if (!state.single && lines.some((l) => l.low)) notes.push("Lines are means over seeds; bands reach from minimum to maximum.");
+    if (m.thinned > 1) notes.push(`Each point is the mean of ${m.thinned} recorded steps.`);
+    if (cut) notes.push("Some values are above the axis; tick \"log values\" to see them.");
+    if (broken) notes.push("× marks where a value is not finite.");
+    note.textContent = notes.join(" ");
     svg.onpointerleave = () => { tip.hidden = true; rule.setAttribute("visibility", "hidden"); };
     svg.onpointermove = svg.onpointerdown = (event) => {
       const box = svg.getBoundingClientRect(), px = ((event.clientX - box.left) * width) / box.width;
@@ -169,12 +169,12 @@ function curves(root) {
       m.steps.forEach((s, k) => { if (Math.abs(x(s) - px) < Math.abs(x(m.steps[i]) - px)) i = k; });
       const at = lines.filter((l) => l.mid[i] !== null).sort((a, b) => (usable(a.mid[i]) ? a.mid[i] : Infinity) - (usable(b.mid[i]) ? b.mid[i] : Infinity));
       tip.replaceChildren();
-      make(tip, "div", {}, `step ${shown(m.steps[i])}`);
+      make(tip, "div", {}, `step ${worded(m.steps[i])}`);
       for (const l of at.slice(0, 10)) {
         const row = make(tip, "div");
         make(row, "i", { class: "key", style: `background:${colors[l.g]}` });
         make(row, "span", {}, l.label);
-        make(row, "b", {}, shown(l.mid[i]) + (l.low && l.n[i] > 1 ? ` [${shown(l.low[i])}, ${shown(l.high[i])}]` : ""));
+        make(row, "b", {}, worded(l.mid[i]) + (l.low && l.n[i] > 1 ? ` [${worded(l.low[i])}, ${worded(l.high[i])}]` : ""));
       }
       if (at.length > 10) make(tip, "div", {}, `and ${at.length - 10} more`);
       tip.hidden = false;
@@ -216,12 +216,12 @@ function parallel(root) {
       const step = (bottom - top) / Math.max(1, words.length - 1);
       return { at: (v) => (v === null ? missing : words.length === 1 ? (top + bottom) / 2 : bottom - words.indexOf(String(v)) * step), ticks: words };
     });
-    const kept = runs.map((_, r) => [...brushes].every(([a, [from, to]]) => { const p = scales[a].at(axes[a].values[r]); return p >= from && p <= to; }));
-    const order = [...runs.keys()].sort((a, b) => kept[a] - kept[b] || (goodness[a] ?? -1) - (goodness[b] ?? -1));
+    const visible = runs.map((_, r) => [...brushes].every(([a, [from, to]]) => { const p = scales[a].at(axes[a].values[r]); return p >= from && p <= to; }));
+    const order = [...runs.keys()].sort((a, b) => visible[a] - visible[b] || (goodness[a] ?? -1) - (goodness[b] ?? -1));
     if (chosen !== null) order.push(order.splice(order.indexOf(chosen), 1)[0]);
     for (const r of order) {
       const d = axes.map((axis, i) => `${i ? "L" : "M"}${xs[i].toFixed(1)} ${scales[i].at(axis.values[r]).toFixed(1)}`).join("");
-      const strong = chosen === null ? kept[r] : chosen === r;
+      const strong = chosen === null ? visible[r] : chosen === r;
       const stroke = goodness[r] === null ? "var(--soft)" : `color-mix(in oklab, var(--good) ${Math.round(goodness[r] * 100)}%, var(--bad))`;
       make(svg, "path", { d, fill: "none", stroke, "stroke-width": chosen === r ? 3.2 : 1.6, opacity: strong ? 0.9 : 0.12, "stroke-dasharray": goodness[r] === null ? "4 3" : "none" });
       const wide = make(svg, "path", { d, fill: "none", stroke: "transparent", "stroke-width": 11, style: "cursor:pointer" });
@@ -235,7 +235,7 @@ function parallel(root) {
       const title = make(svg, "text", { class: "name", x: xs[i], y: 18, "text-anchor": "middle" }, name);
       make(title, "title", {}, axis.name);
       for (const t of scales[i].ticks) {
-        const words = shown(t);
+        const words = worded(t);
         const side = i ? { x: xs[i] + 6 } : { x: xs[i] - 6, "text-anchor": "end" };
         const halo = "paint-order:stroke;stroke:var(--card);stroke-width:4px";
         make(svg, "text", { ...side, y: scales[i].at(t) + 4, style: halo }, words.length > 14 ? words.slice(0, 13) + "…" : words);
@@ -255,14 +255,14 @@ function parallel(root) {
         };
       };
     });
-    const count = kept.filter(Boolean).length;
-    note.textContent = chosen !== null ? `${runs[chosen]}: ` + axes.map((a) => `${a.label} = ${shown(a.values[chosen])}`).join(", ")
-      : brushes.size ? `${count} of ${runs.length} runs: ` + runs.filter((_, r) => kept[r]).slice(0, 8).join(", ") + (count > 8 ? ", …" : "")
-      : "Click a line to see its run; drag along an axis to keep what passes there.";
+    const count = visible.filter(Boolean).length;
+    note.textContent = chosen !== null ? `${runs[chosen]}: ` + axes.map((a) => `${a.label} = ${worded(a.values[chosen])}`).join(", ")
+      : brushes.size ? `${count} of ${runs.length} runs: ` + runs.filter((_, r) => visible[r]).slice(0, 8).join(", ") + (count > 8 ? ", …" : "")
+      : "Click a line to see its run; drag along an axis to select runs.";
     reset.hidden = chosen === null && !brushes.size;
     for (const tr of document.querySelectorAll("tr[data-run]")) {
       tr.classList.toggle("chosen", +tr.dataset.run === chosen);
-      tr.classList.toggle("dim", !kept[+tr.dataset.run]);
+      tr.classList.toggle("dim", !visible[+tr.dataset.run]);
     }
   }
   redrawn(box, draw);
@@ -285,7 +285,7 @@ function sortable(table) {
       head.setAttribute("aria-sort", down === 1 ? "ascending" : "descending");
       const key = (row) => row.cells[column].dataset.value ?? row.cells[column].textContent;
       const compare = (a, b) => {
-        if (a === "" || b === "") return (a === "") - (b === ""); // what is missing comes last
+        if (a === "" || b === "") return (a === "") - (b === ""); // missing values come last
         const x = Number(a), y = Number(b);
         return down * (Number.isNaN(x) || Number.isNaN(y) ? a.localeCompare(b) : x - y);
       };

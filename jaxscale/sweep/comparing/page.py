@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file that needs nothing but itself, and treats every text of a run as text."""
+"""The page of a report: one self-contained HTML file, in which all text of runs is escaped."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from jaxscale.sweep.comparing.table import mesh
 from jaxscale.version import __version__
 
 GENERATOR = "jaxscale report"
-"""How a page and a picture of ours are told from somebody's own."""
+"""Marks pages and pictures of jaxscale's, so that a report overwrites no other files."""
 
 AXES = 9
-"""So many of the bindings that differ are drawn as parallel axes."""
+"""At most this many differing bindings are drawn as parallel axes."""
 
 SAMPLE = 1500
-"""Letters of a sample that are shown."""
+"""Number of characters of a sample on the page."""
 
 CARDS = 6
-"""So many samples are shown at once, the rest on demand."""
+"""Number of samples that are visible at first; the rest are folded."""
 
 
 def page(
@@ -53,14 +53,14 @@ def page(
     notes: Iterable[str] = (),
     times: Mapping[str, str] | None = None,
 ) -> str:
-    """The HTML of a report.
+    """Return the HTML of a report.
 
     Args:
-      runs: in the order in which they are listed.
-      title: of the page.
-      metric: what runs are judged by, less being better; by default a held-out loss where there is one.
+      runs: the runs, in the order of the page.
+      title: title of the page.
+      metric: the metric to compare by, lower being better; by default a held-out loss if there is one.
       notes: sentences for the foot of the page.
-      times: by the name of a run, what its steps spent their time on, as a table of text.
+      times: a table of step times, as text, by the run's name.
 
     Raises:
       RunError: no run has the metric.
@@ -79,7 +79,7 @@ def page(
     }
     sections = [
         _section("Curves", '<div id="curves"></div>') if metrics else _section("Curves", "<p>No run has numbers.</p>"),
-        _section("What differs, and what came of it", '<div id="parallel"></div>') if axes else "",
+        _section("Differing settings and results", '<div id="parallel"></div>') if axes else "",
         _section("Runs", _runs_table(runs, objective)),
         _section("Differences in config", _differences(runs, differs, objective)) if len(runs) > 1 else "",
         _samples(runs, groups),
@@ -102,12 +102,21 @@ def page(
         "data": json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
         "script": _own("page.js"),
     }
-    text = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _own("page.html"))
+    text = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _own("page.html"))
     return text.encode(errors="replace").decode()
 
 
 def parallel_axes(runs: Sequence[Ran], differs: Mapping[str, list[Any]], objective: str | None) -> list[dict[str, Any]]:
-    """What differs as axes, the objective's last value at the end; none where there is nothing to set side by side."""
+    """Return differing bindings as parallel axes, with the objective's last value as the last axis.
+
+    Args:
+      runs: the runs.
+      differs: as from `differing`.
+      objective: the metric to compare by.
+
+    Returns:
+      the axes as the page's JSON has them; empty if only seeds differ or no run has a finite objective.
+    """
     names = [name for name in differs if name != SEED][:AXES]
     if not names or objective is None:
         return []
@@ -117,7 +126,7 @@ def parallel_axes(runs: Sequence[Ran], differs: Mapping[str, list[Any]], objecti
         return []
     labels = [*short_names(names), objective]
     axes = [_axis(*pair) for pair in zip(columns, labels, columns.values(), strict=True)]
-    axes[-1]["missing"] = "above"  # less is better there, so that below is where the best ones are
+    axes[-1]["missing"] = "above"  # lower is better, so runs without a value do not belong below
     return axes
 
 
@@ -125,8 +134,8 @@ def _axis(name: str, label: str, values: list[Any]) -> dict[str, Any]:
     known = [v for v in values if v is not None]
     numeric = all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in known)
     log = numeric and min(known) > 0 and max(known) >= 4 * min(known)
-    shown = [v if v is None or numeric else worded(v) for v in values]
-    return {"name": name, "label": label, "numeric": numeric, "log": log, "missing": "below", "values": shown}
+    cells = [v if v is None or numeric else worded(v) for v in values]
+    return {"name": name, "label": label, "numeric": numeric, "log": log, "missing": "below", "values": cells}
 
 
 def _group(group: Group, runs: Sequence[Ran], objective: str | None) -> dict[str, Any]:
@@ -138,7 +147,7 @@ def _group(group: Group, runs: Sequence[Ran], objective: str | None) -> dict[str
 def _curves(curves: Curves, groups: Sequence[Group]) -> dict[str, Any]:
     values = [
         [_json_number(v) if t else None for v, t in zip(*row, strict=True)]
-        for row in zip(curves.values, curves.there, strict=True)
+        for row in zip(curves.values, curves.present, strict=True)
     ]
     bands: list[dict[str, Any] | None] = []
     for group in groups:
@@ -146,8 +155,8 @@ def _curves(curves: Curves, groups: Sequence[Group]) -> dict[str, Any]:
             bands.append(None)
             continue
         mean, low, high, count = (x.tolist() for x in curves.band(group.runs))
-        there = np.any(curves.there[list(group.runs)], axis=0)
-        middle = [_json_number(v) if t else None for v, t in zip(mean, there, strict=True)]
+        present = np.any(curves.present[list(group.runs)], axis=0)
+        middle = [_json_number(v) if t else None for v, t in zip(mean, present, strict=True)]
         bands.append({"mid": middle, "low": [*map(_finite, low)], "high": [*map(_finite, high)], "n": count})
     steps = curves.steps.tolist()
     return {"name": curves.metric, "steps": steps, "thinned": curves.thinned, "runs": values, "bands": bands}
@@ -169,7 +178,7 @@ def _lead(runs: Sequence[Ran], groups: Sequence[Group], objective: str | None) -
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     words = [f"{len(runs)} run{'s' * (len(runs) > 1)}: {counts}."]
     if len(groups) < len(runs):
-        words.append(f"They are {len(groups)} setting{'s' * (len(groups) > 1)}, seeds apart.")
+        words.append(f"They have {len(groups)} different setting{'s' * (len(groups) > 1)}, not counting seeds.")
     ends = [(value, run.name) for run in runs if objective and (value := _finite(last(run, objective))) is not None]
     if ends:
         value, name = min(ends)
@@ -200,7 +209,7 @@ def _runs_table(runs: Sequence[Ran], objective: str | None) -> str:
             _cell(str(run.info.get("started", "")).replace("T", " ")[:16]),
         ]
         rows.append(_row(run.name, cells, i))
-    note = "<p class='note'>Rates are medians over steps, the first left out. Click a heading to sort.</p>"
+    note = "<p class='note'>Rates are medians over steps, without the first. Click a heading to sort.</p>"
     return _table(heads, rows, numeric=set(heads[2:-1])) + note
 
 
@@ -229,12 +238,12 @@ def _samples(runs: Sequence[Ran], groups: Sequence[Group]) -> str:
         prompt, text, step = str(sample.get("prompt", "")), sample["text"], sample.get("step")
         more = "…" if len(text) > SAMPLE else ""
         begun = prompt if text.startswith(prompt) else ""
-        said = f"<mark>{_safe(begun)}</mark>{_safe(text[len(begun) : SAMPLE])}{more}"
+        marked = f"<mark>{_safe(begun)}</mark>{_safe(text[len(begun) : SAMPLE])}{more}"
         where = run.name if labels[r] in ("", run.name) else f"{run.name} · {labels[r]}"
-        cards.append(f"<div><h3>{_safe(where)} · step {_safe(step)}</h3><pre>{said}</pre></div>")
-    shown, rest = (f'<div class="samples">{"".join(some)}</div>' for some in (cards[:CARDS], cards[CARDS:]))
+        cards.append(f"<div><h3>{_safe(where)} · step {_safe(step)}</h3><pre>{marked}</pre></div>")
+    first, rest = (f'<div class="samples">{"".join(some)}</div>' for some in (cards[:CARDS], cards[CARDS:]))
     more = _folded(f"{len(cards) - CARDS} more", rest) if len(cards) > CARDS else ""
-    return _section("Samples", shown + more) if cards else ""
+    return _section("Samples", first + more) if cards else ""
 
 
 def _times(times: Mapping[str, str]) -> str:
@@ -245,11 +254,11 @@ def _times(times: Mapping[str, str]) -> str:
 def _failures(runs: Sequence[Ran]) -> str:
     rows = []
     for run in runs:
-        said = [*([run.error] if run.error else []), *(f"unreadable: {p}" for p in run.problems)]
+        errors = [*([run.error] if run.error else []), *(f"unreadable: {p}" for p in run.problems)]
         if run.state == FAILED and not run.error:
-            said.insert(0, "failed, and its folder does not say of what")
-        if said:
-            rows.append(f"<dt>{_safe(run.name)}</dt><dd class='bad'>{_safe('; '.join(said))}</dd>")
+            errors.insert(0, "failed; its folder has no error message")
+        if errors:
+            rows.append(f"<dt>{_safe(run.name)}</dt><dd class='bad'>{_safe('; '.join(errors))}</dd>")
     return _section("Failures", f"<dl>{''.join(rows)}</dl>") if rows else ""
 
 

@@ -1,4 +1,4 @@
-"""The pictures beside a report, for papers and slides."""
+"""PNG pictures of a report, for papers and slides."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ LEGEND = 12
 
 
 def draw_curves(runs: Sequence[Ran], metric: str | None = None, path: Path | None = None) -> Any:
-    """Curves of the losses, seeds as bands from the least to the greatest around their mean.
+    """Draw curves of the losses; several seeds are drawn as their mean in a band from minimum to maximum.
 
     Args:
-      runs: to draw.
-      metric: the first to draw; by default a held-out loss where there is one.
-      path: a PNG to write.
+      runs: the runs to draw.
+      metric: the metric to draw first; by default a held-out loss if there is one.
+      path: a PNG file to write.
 
     Returns:
-      the matplotlib figure, `None` where no run has numbers.
+      the matplotlib figure; `None` if no run has metrics.
 
     Raises:
       RunError: matplotlib is not installed.
@@ -65,15 +65,15 @@ def draw_curves(runs: Sequence[Ran], metric: str | None = None, path: Path | Non
 
 
 def draw_parallel(runs: Sequence[Ran], metric: str | None = None, path: Path | None = None) -> Any:
-    """What differs as parallel axes, the objective last; lines from orange to blue as it falls.
+    """Draw differing bindings as parallel axes, the objective last; lines turn from orange to blue as it falls.
 
     Args:
-      runs: to draw.
-      metric: the objective.
-      path: a PNG to write.
+      runs: the runs to draw.
+      metric: the objective; by default a held-out loss if there is one.
+      path: a PNG file to write.
 
     Returns:
-      the matplotlib figure, `None` where nothing but seeds differs.
+      the matplotlib figure; `None` if only seeds differ or no run has a finite objective.
 
     Raises:
       RunError: matplotlib is not installed.
@@ -92,12 +92,11 @@ def draw_parallel(runs: Sequence[Ran], metric: str | None = None, path: Path | N
         plot.plot(range(len(axes)), [h[r] for h in heights], color=shades[r], alpha=0.8, linewidth=1.3)
     for i, axis in enumerate(axes):
         plot.axvline(i, color="#626a73", linewidth=0.8)
-        shown = {round(h, 3): v for h, v in zip(heights[i], axis["values"], strict=True)}
-        levels = sorted(shown)
+        labels = {round(h, 3): v for h, v in zip(heights[i], axis["values"], strict=True)}
+        levels = sorted(labels)
         for level in levels if len(levels) <= 6 else [levels[0], levels[len(levels) // 2], levels[-1]]:
-            text = (
-                "none" if shown[level] is None else f"{shown[level]:.4g}" if axis["numeric"] else str(shown[level])[:16]
-            )
+            value = labels[level]
+            text = "none" if value is None else f"{value:.4g}" if axis["numeric"] else str(value)[:16]
             plot.annotate(_plain(text), (i, level), (4, 2), textcoords="offset points", fontsize=8)
     plot.set_xticks(range(len(axes)), [_plain(axis["label"]) for axis in axes])
     plot.set(yticks=[], ylim=(-0.2, 1.22), xlim=(-0.1, len(axes) - 0.6))
@@ -106,12 +105,12 @@ def draw_parallel(runs: Sequence[Ran], metric: str | None = None, path: Path | N
 
 
 def _plain(text: str) -> str:
-    """A text as matplotlib shows it literally, and not as a formula; half characters, which it refuses, as "?"."""
+    """A text escaped for matplotlib: "$" starts no formula, and lone surrogates, which it rejects, become "?"."""
     return text.encode(errors="replace").decode().replace("$", r"\$")
 
 
 def _top(values: np.ndarray) -> float | None:
-    """Where to cut the vertical axis, so that a run that diverges does not flatten the others; `None` is nowhere."""
+    """The upper end of the vertical axis, so that a diverged run does not flatten the others; `None` for automatic."""
     known = values[np.isfinite(values)]
     if not known.size:
         return None
@@ -120,7 +119,7 @@ def _top(values: np.ndarray) -> float | None:
 
 
 def _heights(axis: dict[str, Any]) -> list[float]:
-    """Where each run crosses an axis, from 0 to 1; what has no value beyond one of its ends."""
+    """Where each run crosses an axis, from 0 to 1; runs without a value cross beyond an end."""
     known = [v for v in axis["values"] if v is not None]
     if axis["numeric"]:
         scaled = {v: float(np.log(v)) if axis["log"] else float(v) for v in known}
@@ -132,7 +131,7 @@ def _heights(axis: dict[str, Any]) -> list[float]:
 
 
 def _colors(runs: Sequence[Ran], groups: Sequence[Group], objective: str) -> list[Any]:
-    """One each for few groups; by the rank of their objective for many."""
+    """Distinct colours for up to eight groups; for more, by the rank of their objective."""
     if len(groups) <= 8:
         return ["#1f5fa8", "#c4500b", "#11805d", "#9a3d86", "#8a6d00", "#2a8fbd", "#b3261e", "#59636e"][: len(groups)]
     ends = [[v for r in g.runs if (v := last(runs[r], objective)) is not None and np.isfinite(v)] for g in groups]

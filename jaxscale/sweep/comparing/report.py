@@ -1,4 +1,4 @@
-"""`jaxscale report`: a page and pictures of runs, written where nobody's own files are."""
+"""`jaxscale report`: an HTML page and pictures of runs; overwrites only earlier reports."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def report(
     pictures: bool = True,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """Writes `report.html`, and beside it `curves.png` and, where settings differ, `parallel.png`.
+    """Write `report.html`, and beside it `curves.png` and, if settings differ, `parallel.png`.
 
     Args:
-      what: a run's folder, a sweep's, a pattern, or a list of them.
-      out: the folder to write into; by default that of the one run or sweep that was named, else `report`.
-      metric: what runs are judged by, less being better; by default a held-out loss where there is one.
-      prompt: continue this text with each run's newest checkpoint, beside the samples that runs kept.
+      what: a run folder, a sweep's folder, a pattern, or a list of them.
+      out: the folder to write into; by default the folder of the single run or sweep in `what`, else `report`.
+      metric: the metric to compare by, lower being better; by default a held-out loss if there is one.
+      prompt: a text to continue with each run's newest checkpoint, besides the samples that runs saved.
       pictures: draw `curves.png` and `parallel.png`.
-      tell: told what could not be done, a sentence each.
+      tell: called with a sentence for each part that could not be made.
 
     Returns:
-      the page.
+      the path of the page.
 
     Raises:
-      RunError: no run was named, or what would be written over is not a report of ours.
+      RunError: no run was named, or a file to be overwritten is not a report of jaxscale's.
     """
     runs = read_runs(what)
     only = Path(what if isinstance(what, str | Path) else next(iter(what))) if _is_one(what) else None
@@ -57,7 +57,7 @@ def report(
     except OSError as e:
         raise RunError(f"cannot make the folder {folder}: {e.strerror}") from e
     for name, draw in PICTURES.items():
-        (folder / name).unlink(missing_ok=True)  # an earlier report's, which may show what is no longer so
+        (folder / name).unlink(missing_ok=True)  # an earlier report's picture, now outdated
         if not pictures:
             continue
         try:
@@ -81,11 +81,11 @@ def _check_own(path: Path) -> None:
     except OSError:
         own = False
     if not own:
-        raise RunError(f"{path} is there, and no report of ours; name another folder with --out")
+        raise RunError(f"{path} exists and is not a report of jaxscale's; name another folder with --out")
 
 
 def _times(runs: Sequence[Ran], tell: Callable[[str], None]) -> dict[str, str]:
-    """Of runs that were trained with a profile, what it shows, beside the plan for GPUs that they ran on."""
+    """Measured step times of runs that have a profile, as tables of text, beside the plan where there is one."""
     times = {}
     for run in runs:
         if (run.path / "profile").is_dir():
@@ -94,7 +94,7 @@ def _times(runs: Sequence[Ran], tell: Callable[[str], None]) -> dict[str, str]:
             try:
                 times[run.name] = str(measured(Run(run.path), compile="never"))
             except JaxscaleError as e:
-                tell(f"the time of {run.name}'s steps is not shown: {e}")
+                tell(f"the step times of {run.name} are left out: {e}")
     return times
 
 
@@ -103,4 +103,4 @@ def _sample(run: Ran, prompt: str, tell: Callable[[str], None]) -> None:
         trained = Run(run.path)
         run.samples.append({"step": trained.last_step(), "prompt": prompt, "text": trained.sample(prompt, 300)})
     except JaxscaleError as e:
-        tell(f"{run.name} gives no sample: {e}")
+        tell(f"{run.name} cannot generate a sample: {e}")

@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 
 
 def runs(what: Patterns = "runs/*") -> pd.DataFrame:
-    """A table of runs, a row each; a folder that is damaged is a row with what could be read of it.
+    """Return a table of runs, a row each; a damaged folder is a row with what could be read.
 
     Columns: `run`, `path`, `state`, `error`, `problems`; `seed`, `steps`, `tokens`, `parameters`, `flops`; the axes of
-    a sweep and every operative binding, named as the binding (`train.lr`, `model/Transformer.depth`); the last of each
-    metric by its name, and `best_<metric>` with `best_<metric>_step` (the least) of those that are losses;
-    `tokens_per_second` and `step_seconds` (medians over steps without the first, which compiles), `seconds` (wall
-    time); `device`, `devices`, `processes`, `cores`, `mesh`, `started`, and the versions of `jaxscale`, `jax`, ...
+    a sweep and every operative binding, named as the binding (`train.lr`, `model/Transformer.depth`); the last value of
+    each metric by its name, and for losses the lowest as `best_<metric>` and `best_<metric>_step`; `tokens_per_second`
+    and `step_seconds` (medians over steps without the first, which compiles), `seconds` (wall time); `device`,
+    `devices`, `processes`, `cores`, `mesh`, `started`, and the versions of `jaxscale`, `jax`, ...
 
     Args:
-      what: `"runs/*"`, a run's folder, a sweep's, or a list of them.
+      what: a pattern such as `"runs/*"`, a run folder, a sweep's folder, or a list of them.
 
     Raises:
       RunError: one names no run, or pandas is not installed.
     """
     pandas = _pandas("jaxscale.runs")
-    found = read_runs(what)
-    names = metrics_of(found)
-    return pandas.DataFrame([row(run, names) for run in found])
+    read = read_runs(what)
+    names = metrics_of(read)
+    return pandas.DataFrame([row(run, names) for run in read])
 
 
 def curves(what: Patterns = "runs/*", metrics: str | Iterable[str] | None = None) -> pd.DataFrame:
-    """Metrics over steps, a row a number: `run`, `path`, `step`, `metric`, `value`.
+    """Return metrics over steps, a row per value: `run`, `path`, `step`, `metric`, `value`.
 
     Args:
       what: as in `runs`.
@@ -44,26 +44,26 @@ def curves(what: Patterns = "runs/*", metrics: str | Iterable[str] | None = None
 
     Raises:
       RunError: one names no run, or pandas is not installed.
-      ConfigError: no run has a metric of that name, and they have others.
+      ConfigError: no run has a metric of that name, but they have others.
     """
     pandas = _pandas("jaxscale.curves")
-    found = read_runs(what)
-    known = metrics_of(found)
-    wanted = [metrics] if isinstance(metrics, str) else known if metrics is None else list(metrics)
-    for name in wanted if known else ():
+    read = read_runs(what)
+    known = metrics_of(read)
+    names = [metrics] if isinstance(metrics, str) else known if metrics is None else list(metrics)
+    for name in names if known else ():
         if name not in known:
             raise ConfigError(f"no run has a metric '{name}'{near(name, known)}")
     rows = [
         (run.name, str(run.path), step, name, value)
-        for run in found
-        for name in wanted
+        for run in read
+        for name in names
         for step, value in run.metrics.get(name, [])
     ]
     return pandas.DataFrame(rows, columns=["run", "path", "step", "metric", "value"])
 
 
 def row(run: Ran, metrics: Iterable[str]) -> dict[str, Any]:
-    """A run's row of the table: see `runs`."""
+    """Return a run's row of the table; see `runs`."""
     hardware, layout = run.info.get("hardware") or {}, run.info.get("layout") or {}
     tokens = None if run.tokens_per_step is None else run.steps * run.tokens_per_step
     per_token = [
@@ -106,7 +106,7 @@ def row(run: Ran, metrics: Iterable[str]) -> dict[str, Any]:
 
 
 def mesh(layout: dict[str, Any]) -> str | None:
-    """The mesh of a `run.json`, as one writes it."""
+    """Return the mesh in the layout of a `run.json` as text, such as "data=2,fsdp=4"; `None` for one device."""
     sizes = layout.get("mesh") or {}
     return ",".join(f"{name}={size}" for name, size in sizes.items() if size != 1) or None
 
@@ -115,5 +115,5 @@ def _pandas(who: str) -> Any:
     try:
         import pandas
     except ImportError:
-        raise RunError(f"{who} gives a pandas table: pip install 'jaxscale[sweep]'") from None
+        raise RunError(f"{who} needs pandas, which is not installed: pip install 'jaxscale[sweep]'") from None
     return pandas

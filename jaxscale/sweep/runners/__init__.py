@@ -1,4 +1,4 @@
-"""Where the runs of a sweep go."""
+"""Runners, which run the trials of a sweep."""
 
 from jaxscale.sweep.runners.here import Here
 from jaxscale.sweep.runners.pool import Pool

@@ -1,4 +1,4 @@
-"""Runs in this process, one at a time."""
+"""Runs trials in this process, one at a time."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from jaxscale.sweep.runners.threads import Threads
 @register
 @dataclasses.dataclass(frozen=True)
 class Here:
-    """This process, one run at a time, in a thread beside the one that looks after the sweep."""
+    """This process, one run at a time, in a thread beside the one that runs the sweep."""
 
     def slots(self) -> int:
-        """See `Runner`."""
+        """Return 1."""
         return 1
 
     def together(self, jobs: Sequence[Job]) -> Sequence[Sequence[Job]]:
-        """See `Runner`."""
+        """Return each job as a group of its own."""
         return [[job] for job in jobs]
 
     def start(self, jobs: Sequence[Job]) -> Threads:
-        """See `Runner`."""
+        """Start a job in a new thread."""
         [job] = jobs
         return Threads({job.trial.id: functools.partial(run_job, job)})
 
     def close(self) -> None:
-        """See `Runner`; a thread cannot be ended, and ends with the process."""
+        """Do nothing: a thread ends with the process."""

@@ -1,4 +1,4 @@
-"""Runs in processes of this machine, each of which takes one trial after another."""
+"""Runs trials in worker processes on this machine, each worker one trial after another."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from jaxscale.sweep.programs import environment
 
 
 class Worker:
-    """A process that takes one trial after another.
+    """A process that runs one trial after another.
 
-    It ends when its standard input does, which happens however this process ends.
+    It ends when its standard input closes, which happens however this process ends.
     """
 
     def __init__(self) -> None:
-        # a group of its own: a Ctrl-C of the terminal is for the sweep, which asks each trial to stop
+        # a process group of its own: Ctrl-C in the terminal reaches only the sweep, which stops each trial
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "jaxscale.sweep.worker", "--serve"],
             stdin=subprocess.PIPE,
@@ -33,46 +33,50 @@ class Worker:
             env=environment(),
             process_group=0,
         )
-        self.has: Task | None = None
+        self.task: Task | None = None
         threading.Thread(target=self._answers, daemon=True).start()
 
     def start(self, job: Job) -> Task:
-        """Gives it a job."""
-        task = self.has = Task(self)
-        self.tell(f"job {write_job(job).resolve()}")
+        """Start a job in the process."""
+        task = self.task = Task(self)
+        self.send(f"job {write_job(job).resolve()}")
         return task
 
-    def tell(self, line: str) -> None:
-        """Says something to it."""
+    def send(self, line: str) -> None:
+        """Send a command; see `jaxscale.sweep.worker`."""
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # it is gone, which shows
+        with contextlib.suppress(OSError):  # the process has died, which `Task.alive` reports
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
 
     def _answers(self) -> None:
         assert self.process.stdout is not None
         for _ in self.process.stdout:
-            task, self.has = self.has, None  # first: who sees that it is done may give this worker the next
+            task, self.task = self.task, None  # before `done`, after which this worker may get its next job
             assert task is not None
             task.done = True
 
 
 class Task:
-    """A handle on a job that a worker has."""
+    """A handle on a job of a worker.
+
+    Args:
+      worker: the worker.
+    """
 
     def __init__(self, worker: Worker):
         self.worker, self.done = worker, False
 
     def alive(self) -> bool:
-        """See `Handle`."""
+        """Whether the job still runs."""
         return not self.done and self.worker.process.poll() is None
 
     def stop(self, id: int) -> None:
-        """See `Handle`."""
-        self.worker.tell(f"stop {id}")
+        """Tell the worker to stop its trial."""
+        self.worker.send(f"stop {id}")
 
     def why(self) -> str:
-        """See `Handle`."""
+        """How the worker died, such as "ended by SIGKILL"."""
         code = self.worker.process.poll()
         if code is None or self.done:
             return ""
@@ -82,10 +86,10 @@ class Task:
 @register
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Processes of this machine. One that dies is a trial that is tried again, and is replaced.
+    """Worker processes on this machine. A worker that dies is replaced, and its trial is tried again.
 
     Args:
-      workers: how many.
+      workers: number of processes.
 
     Raises:
       ConfigError: fewer than one.
@@ -99,25 +103,25 @@ class Pool:
             raise ConfigError(f"Pool.workers = {self.workers}: must be at least 1")
 
     def slots(self) -> int:
-        """See `Runner`."""
+        """Return the number of workers."""
         return self.workers
 
     def together(self, jobs: Sequence[Job]) -> Sequence[Sequence[Job]]:
-        """See `Runner`."""
+        """Return each job as a group of its own."""
         return [[job] for job in jobs]
 
     def start(self, jobs: Sequence[Job]) -> Task:
-        """See `Runner`."""
+        """Start a job on an idle worker, or on a new one."""
         [job] = jobs
         self._all[:] = [w for w in self._all if w.process.poll() is None]
-        idle = next((w for w in self._all if w.has is None), None)
+        idle = next((w for w in self._all if w.task is None), None)
         if idle is None:
             idle = Worker()
             self._all.append(idle)
         return idle.start(job)
 
     def close(self) -> None:
-        """See `Runner`."""
+        """Kill all workers."""
         for worker in self._all:
             worker.process.kill()
             worker.process.wait()

@@ -1,4 +1,4 @@
-"""Runs as jobs of a SLURM cluster, which outlive the sweep that submitted them."""
+"""Runs trials as jobs of a SLURM cluster, which continue when the sweep that submitted them ends."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 class Slurm:
     """Submits each run as a job, through submitit (`pip install 'jaxscale[slurm]'`).
 
-    Use it from a login node of a cluster. The sweep's folder has to be on a disk that all machines share. Jobs go on
-    when the sweep ends or is killed: started again, it finds them by their ids (`jobs/007.slurm.json`) and submits
-    none twice. A job whose time is up writes a checkpoint, and is submitted again.
+    Use it on a login node of a cluster. The sweep's folder has to be on a disk that all machines share. Jobs continue
+    when the sweep ends or is killed; the same sweep, started again, finds them by their ids (`jobs/007.slurm.json`)
+    and submits none twice. A job that reaches its time limit writes a checkpoint, and is submitted again.
 
     Args:
-      partition: of the cluster; its default one by default.
-      gpus: of each job.
-      cpus: of each job.
-      memory: of each job, GB.
-      time: of each job, minutes.
+      partition: partition of the cluster; by default the cluster's default.
+      gpus: GPUs per job.
+      cpus: CPU cores per job.
+      memory: memory per job, GB.
+      time: time limit of a job, minutes.
       options: further `#SBATCH` options by name, as {"account": "abc", "constraint": "h200"}.
-      setup: lines of shell before each job, as "module load cuda".
-      jobs: how many may be submitted at once.
-      cluster: "slurm", or "local" for processes of this machine that are told the same.
+      setup: shell lines to run before each job, as "module load cuda".
+      jobs: maximum number of submitted jobs.
+      cluster: "slurm", or "local" to run the jobs as processes on this machine.
 
     Raises:
-      ConfigError: a setting out of its range; or, when asked for slots, submitit or SLURM is not there.
+      ConfigError: a setting is out of its range; or, when the sweep starts, submitit or SLURM is missing.
     """
 
     partition: str | None = None
@@ -65,63 +65,65 @@ class Slurm:
             raise ConfigError(f"Slurm.cluster = {self.cluster!r} does not exist{near(self.cluster, _ALIVE)}")
 
     def slots(self) -> int:
-        """See `Runner`."""
+        """Return the maximum number of submitted jobs."""
         _submitit()
         return self.jobs
 
     def together(self, jobs: Sequence[Job]) -> Sequence[Sequence[Job]]:
-        """See `Runner`: each alone."""
+        """Return each job as a group of its own."""
         return [[job] for job in jobs]
 
     def start(self, jobs: Sequence[Job]) -> Submitted:
-        """See `Runner`; a job that is still there is not submitted again."""
+        """Submit a job, or return the one that is still queued or running."""
         [job] = jobs
         note = job_file(job.folder, "slurm.json")
-        there = self._find(note, job)
-        if there is not None:
-            return there
+        existing = self._find(note, job)
+        if existing is not None:
+            return existing
         file = write_job(job)
         _stop_file(file).unlink(missing_ok=True)
         executor = self._executor(file.parent / "slurm", job.folder.name)
         try:
             submitted = executor.submit(carry_out, str(file))
-        except RuntimeError as e:  # of sbatch; runs submitted before go on, and are found by the next start
-            raise RunError(f"SLURM did not take the run {job.folder.name}: {sentence(e)}") from e
-        told = {"id": submitted.job_id, "cluster": self.cluster, "until": job.trial.until}
-        write_json(note, told, None)
+        except RuntimeError as e:  # sbatch failed; jobs submitted before continue, and the next start finds them
+            raise RunError(f"SLURM did not accept the run {job.folder.name}: {sentence(e)}") from e
+        fields = {"id": submitted.job_id, "cluster": self.cluster, "until": job.trial.until}
+        write_json(note, fields, None)
         return Submitted(submitted, file, _ALIVE[self.cluster])
 
     def close(self) -> None:
-        """See `Runner`; jobs go on, but for those that were stopped."""
+        """Do nothing: jobs continue on the cluster."""
 
     def _find(self, note: Path, job: Job) -> Submitted | None:
-        """The trial's own job, where it is still there."""
+        """The trial's job if it is still queued or running."""
         try:
-            told = read_json(note)
+            fields = read_json(note)
         except FileNotFoundError:
             return None
-        if (told["cluster"], told["until"]) != (self.cluster, job.trial.until):
+        if (fields["cluster"], fields["until"]) != (self.cluster, job.trial.until):
             return None
         submitit = _submitit()
         kind = {"slurm": submitit.SlurmJob, "local": submitit.LocalJob}[self.cluster]
-        found = Submitted(kind(note.parent / "slurm", told["id"]), job_file(job.folder, "json"), _ALIVE[self.cluster])
-        return found if found.alive() else None
+        handle = Submitted(
+            kind(note.parent / "slurm", fields["id"]), job_file(job.folder, "json"), _ALIVE[self.cluster]
+        )
+        return handle if handle.alive() else None
 
     def _executor(self, folder: Path, name: str) -> submitit.AutoExecutor:
         try:
             executor = _submitit().AutoExecutor(folder=folder, cluster=self.cluster)
         except RuntimeError as e:
             raise ConfigError(
-                f"this machine is none of a SLURM cluster ({e}); start the sweep on a login node, or take Pool()"
+                f"this machine is not part of a SLURM cluster ({e}); start the sweep on a login node, or use Pool()"
             ) from None
-        given = {"slurm_partition": self.partition, "gpus_per_node": self.gpus, "cpus_per_task": self.cpus}
+        options = {"slurm_partition": self.partition, "gpus_per_node": self.gpus, "cpus_per_task": self.cpus}
         executor.update_parameters(
-            **{name: value for name, value in given.items() if value is not None},
+            **{name: value for name, value in options.items() if value is not None},
             **({} if self.memory is None else {"mem_gb": self.memory}),
             name=f"sweep-{name}",
             timeout_min=self.time,
             slurm_additional_parameters=dict(self.options),
-            **{f"{self.cluster}_setup": [_find_us(), *self.setup]},
+            **{f"{self.cluster}_setup": [_path_line(), *self.setup]},
         )
         return executor
 
@@ -130,40 +132,40 @@ class Submitted:
     """A handle on a job of the cluster.
 
     Args:
-      job: submitit's.
-      file: the job's, see `write_job`.
-      is_alive: whether it is queued or runs.
+      job: submitit's job.
+      file: the job's file; see `write_job`.
+      is_alive: whether submitit's job is queued or running.
     """
 
     def __init__(self, job: Any, file: Path, is_alive: Callable[[Any], bool]):
         self.job, self.file, self._is_alive = job, file, is_alive
 
     def alive(self) -> bool:
-        """See `Handle`."""
+        """Whether the job is queued or running."""
         return not self.job.paths.result_pickle.exists() and self._is_alive(self.job)
 
     def stop(self, id: int) -> None:
-        """See `Handle`. A file says so, since a signal would have to find the machine."""
+        """Stop the job through a file that it polls, since a signal would have to know the machine."""
         _stop_file(self.file).touch()
         if self.job.state == "PENDING":
             self.job.cancel(check=False)
 
     def why(self) -> str:
-        """See `Handle`."""
+        """SLURM's state of the job, and its log."""
         return f"ended as {self.job.state} (its log is {self.job.paths.stderr})"
 
 
 def carry_out(file: str) -> None:
-    """What a job does.
+    """Run a job; called by submitit on the cluster.
 
     Args:
-      file: see `write_job`.
+      file: the job's file; see `write_job`.
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     append_current_folder()
-    asked, path = threading.Event(), Path(file)
-    signal.signal(signal.SIGUSR2, lambda *_: asked.set())  # sent by SLURM a little before the time is up
-    run_job(read_job(path), stop=lambda: asked.is_set() or _stop_file(path).exists())
+    time_up, path = threading.Event(), Path(file)
+    signal.signal(signal.SIGUSR2, lambda *_: time_up.set())  # sent by SLURM shortly before the time limit
+    run_job(read_job(path), stop=lambda: time_up.is_set() or _stop_file(path).exists())
 
 
 def _stop_file(file: Path) -> Path:
@@ -178,9 +180,9 @@ def _submitit() -> Any:
     return submitit
 
 
-def _find_us() -> str:
-    """A line of shell by which a job finds the package that submitted it."""
-    # an empty entry would be the current folder, as would be that of `python -m`, before everything installed
+def _path_line() -> str:
+    """A shell line that puts the package which submits the job on the job's PYTHONPATH."""
+    # `python -m` and an empty entry would put the current folder before installed packages
     return f'export PYTHONSAFEPATH=1 PYTHONPATH="{ROOT}${{PYTHONPATH:+:$PYTHONPATH}}"'
 
 
@@ -189,7 +191,7 @@ def _alive_on_cluster(job: Any) -> bool:
 
 
 def _alive_here(job: Any) -> bool:
-    if job._process is not None:  # started by this process, which has to ask how it ended
+    if job._process is not None:  # a child of this process, so its state can be polled
         return job.state == "RUNNING"
     try:
         return b"submitit" in Path(f"/proc/{job.job_id}/cmdline").read_bytes()

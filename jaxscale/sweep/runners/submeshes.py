@@ -1,4 +1,4 @@
-"""Several runs at once on the devices of this process, each on its own."""
+"""Runs several trials at once, each on its own part of this process's devices."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ log = logging.getLogger("jaxscale")
 @register
 @dataclasses.dataclass(frozen=True)
 class SubMeshes:
-    """Cuts the devices of this process into parts and gives each run one: several small runs on one slice or host.
+    """Splits the devices of this process into parts, one for each run: several small runs on one slice or host.
 
-    Use it where one run cannot fill the machine and the runs differ in more than `Vmapped` takes. A run's own layout
-    is laid on its part ("data=-1" fills it), and the run gives what it would give alone on as many devices, bit for
-    bit. On a machine with as many devices as cores it gains little: runs share the cores.
+    Use it if one run cannot fill the machine and the runs differ in more than `Vmapped` supports. A run's layout is
+    placed on its part ("data=-1" fills it); results are bit-identical to a run alone on as many devices. Simulated CPU
+    devices gain little, since runs share the cores.
 
     Args:
-      devices_per_run: of the devices of this process, in their order; what is left over idles.
+      devices_per_run: number of devices of a part, in their order; a remainder stays idle.
 
     Raises:
-      ConfigError: fewer than one; or, when asked for slots, more than there are, or several processes.
+      ConfigError: fewer than one; or, from `slots`, more than the process has, or a run of several processes.
     """
 
     devices_per_run: int = 1
@@ -46,7 +46,7 @@ class SubMeshes:
             raise ConfigError(f"SubMeshes.devices_per_run = {self.devices_per_run}: must be at least 1")
 
     def slots(self) -> int:
-        """See `Runner`."""
+        """Return the number of parts."""
         return len(self._parts)
 
     @functools.cached_property
@@ -56,7 +56,7 @@ class SubMeshes:
         devices, size = jax.local_devices(), self.devices_per_run
         if size > len(devices):
             raise ConfigError(
-                f"SubMeshes.devices_per_run = {size}, and this process has {len(devices)} "
+                f"SubMeshes.devices_per_run = {size}, but this process has {len(devices)} "
                 f"{devices[0].platform} device(s); use at most {len(devices)}, or simulate more with --devices {size}"
             )
         idle = len(devices) % size
@@ -67,11 +67,11 @@ class SubMeshes:
         return parts
 
     def together(self, jobs: Sequence[Job]) -> Sequence[Sequence[Job]]:
-        """See `Runner`: each alone."""
+        """Return each job as a group of its own."""
         return [[job] for job in jobs]
 
     def start(self, jobs: Sequence[Job]) -> Threads:
-        """See `Runner`."""
+        """Start a job on a free part, in a new thread."""
         [job] = jobs
         _ = self._parts
         handle = Threads({job.trial.id: functools.partial(self._run, job, self._free.pop(0))})
@@ -81,19 +81,19 @@ class SubMeshes:
     def _run(self, job: Job, part: int, stop: Callable[[], bool]) -> None:
         devices = self._parts[part]
         try:
-            with jax.default_device(devices[0]):  # of what has no layout, in this thread
+            with jax.default_device(devices[0]):  # for arrays without a layout; applies to this thread only
                 run_job(job, fit=functools.partial(_fit_on, devices), stop=stop)
         finally:
             self._free.append(part)
 
     def close(self) -> None:
-        """See `Runner`."""
+        """Stop all runs and wait for them."""
         for handle in self._started:
             handle.end()
 
 
-def _fit_on(devices: Sequence[jax.Device], config: TrainConfig, **how: Any) -> Run:
-    """`jaxscale.fit`, the run's layout on these devices."""
+def _fit_on(devices: Sequence[jax.Device], config: TrainConfig, **options: Any) -> Run:
+    """Call `jaxscale.fit` with the run's layout on these devices."""
     if config.layout is not None:
         config = dataclasses.replace(config, layout=config.layout.on(devices))
-    return fit(config, **how)
+    return fit(config, **options)

@@ -1,4 +1,4 @@
-"""Trials in threads of this process."""
+"""Trials that run in threads of this process."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Protocol
 
 
 class Work(Protocol):
-    """Runs a trial."""
+    """A function that runs a trial."""
 
     def __call__(self, *, stop: Callable[[], bool]) -> None:
-        """Asks `stop` after every step whether to."""
+        """Run the trial until it ends, or until `stop` is true after a step."""
 
 
 class Threads:
-    """A handle on trials that run here, each in a thread of its own.
+    """A handle on trials that run in this process, each in a thread of its own.
 
     Args:
-      works: by trial.
+      works: the function of each trial, by id.
     """
 
     def __init__(self, works: Mapping[int, Work]):
-        self._asked = {id: threading.Event() for id in works}
+        self._stops = {id: threading.Event() for id in works}
         self._errors: list[str] = []
         self._threads = [threading.Thread(target=self._run, args=each, daemon=True) for each in works.items()]
         for thread in self._threads:
@@ -30,26 +30,26 @@ class Threads:
 
     def _run(self, id: int, work: Work) -> None:
         try:
-            work(stop=self._asked[id].is_set)
+            work(stop=self._stops[id].is_set)
         except BaseException as e:
             self._errors.append(f"ended with {type(e).__name__}: {e}")
             raise
 
     def alive(self) -> bool:
-        """See `Handle`."""
+        """Whether any of the trials still runs."""
         return any(thread.is_alive() for thread in self._threads)
 
     def stop(self, id: int) -> None:
-        """See `Handle`."""
-        self._asked[id].set()
+        """End a trial at its next step."""
+        self._stops[id].set()
 
     def why(self) -> str:
-        """See `Handle`."""
+        """Errors that ended threads."""
         return "; ".join(self._errors)
 
     def end(self) -> None:
-        """Stops all of them and waits until they have."""
-        for asked in self._asked.values():
-            asked.set()
+        """Stop all trials and wait until they have ended."""
+        for event in self._stops.values():
+            event.set()
         for thread in self._threads:
             thread.join()

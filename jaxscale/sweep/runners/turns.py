@@ -1,4 +1,4 @@
-"""Threads as coroutines: one runs at a time, until all of them wait and are answered together."""
+"""Threads that run one at a time, and whose calls are batched once all of them wait."""
 
 from __future__ import annotations
 
@@ -7,67 +7,72 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-Together = Callable[[Mapping[int, Any]], Mapping[int, Any]]
-"""What is done for several members at once: their values, by member, to their answers."""
+BatchedCall = Callable[[Mapping[int, Any]], Mapping[int, Any]]
+"""A function of several members at once: from their arguments, by member, to their results."""
 
 
 class Broken(Exception):
-    """What was to be done for all of them together could not be done."""
+    """A batched call failed."""
 
 
 class Turns:
-    """The turns of a group of threads.
+    """Lets one thread of a group run at a time, and batches their calls.
 
-    A member runs while it has the turn (`of`) and passes it on by asking (`ask`). Whoever is the last to ask, or
-    leaves while all others wait, answers them all. So no two of them ever start programs on the same devices at once,
-    which would deadlock where the programs have collectives.
+    A member runs while it has the turn (`of`) and waits while its call is pending (`ask`). The last member to call, or
+    one that leaves while all others wait, runs the batched call for all. So no two threads start programs on the same
+    devices at the same time, which would deadlock if the programs have collectives.
 
     Args:
-      members: who takes part; all of them have to come.
-      turn: shared by all groups of one process, so that only one thread of any of them runs.
+      members: numbers of the members; each has to enter `of` once.
+      turn: shared by all groups of a process, so that only one thread of any group runs.
     """
 
     def __init__(self, members: Iterable[int], turn: threading.Condition):
         self._turn = turn
         self._members = set(members)
-        self._asked: dict[int, tuple[Together, Any]] = {}
-        self._answers: dict[int, Any] = {}
+        self._pending: dict[int, tuple[BatchedCall, Any]] = {}
+        self._results: dict[int, Any] = {}
         self._why: Exception | None = None
 
     @contextlib.contextmanager
     def of(self, member: int) -> Iterator[None]:
-        """The turn of a member, who leaves the group at the end."""
+        """Context in which a member has the turn; it leaves the group at the end."""
         with self._turn:
             try:
                 yield
             finally:
                 self._members.discard(member)
-                self._answer_if_all_wait()
+                self._call_if_all_wait()
 
-    def ask(self, member: int, what: Together, value: Any) -> Any:
-        """A member's part of `what`, done once all members ask for something.
+    def ask(self, member: int, call: BatchedCall, value: Any) -> Any:
+        """Return this member's result of a batched call, which runs once all members have called.
+
+        Args:
+          member: the member's number.
+          call: the function of all members that pass the same one.
+          value: this member's argument.
 
         Raises:
-          Broken: it failed, for this member or another.
+          Broken: a call failed, of this member or another.
         """
         if self._why is None:
-            self._asked[member] = what, value
-            self._answer_if_all_wait()
-            while self._why is None and member not in self._answers:
+            self._pending[member] = call, value
+            self._call_if_all_wait()
+            while self._why is None and member not in self._results:
                 self._turn.wait()
         if self._why is not None:
             raise Broken(str(self._why).strip().partition("\n")[0] or repr(self._why)) from self._why
-        return self._answers.pop(member)
+        return self._results.pop(member)
 
-    def _answer_if_all_wait(self) -> None:
-        if not self._asked or self._asked.keys() != self._members:
+    def _call_if_all_wait(self) -> None:
+        if not self._pending or self._pending.keys() != self._members:
             return
-        what = next(iter(self._asked.values()))[0]  # others wait, perhaps to be joined by those that are answered now
-        mine = {m: value for m, (w, value) in self._asked.items() if w == what}
-        for member in mine:
-            del self._asked[member]
+        call = next(iter(self._pending.values()))[0]  # other calls wait: members served now may join them
+        values = {m: value for m, (other, value) in self._pending.items() if other == call}
+        for member in values:
+            del self._pending[member]
         try:
-            self._answers |= what(mine)
-        except Exception as e:  # whatever it is, each of them goes on without the others
+            self._results |= call(values)
+        except Exception as e:  # on any error, each member continues alone
             self._why = e
         self._turn.notify_all()

@@ -1,4 +1,4 @@
-"""What chooses a sweep's trials: grids, random draws, halving, models of what is good, Optuna's."""
+"""Searches, which choose a sweep's trials: grids, random draws, halving, density models, Optuna's samplers."""
 
 from jaxscale.sweep.search.asha import ASHA
 from jaxscale.sweep.search.extrapolate import Extrapolated

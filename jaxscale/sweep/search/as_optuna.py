@@ -1,4 +1,4 @@
-"""Optuna, where it is installed, and axes in its words."""
+"""Import of Optuna, and axes as Optuna's distributions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ _RANGES: Mapping[type, tuple[str, dict[str, bool]]] = {
 
 
 class Coded(NamedTuple):
-    """An axis as a parameter of Optuna's: its distribution, and values to and from it."""
+    """An axis as a parameter of Optuna's.
+
+    Args:
+      distribution: Optuna's distribution.
+      encode: from a value of the axis to Optuna's.
+      decode: from Optuna's value to the axis'.
+    """
 
     distribution: Any
     encode: Callable[[Any], Any]
@@ -30,13 +36,13 @@ class Coded(NamedTuple):
 
 
 def optuna(need: str) -> Any:
-    """The module.
+    """Import Optuna.
 
     Args:
-      need: what cannot do without, for the message.
+      need: what needs it, for the message.
 
     Raises:
-      ConfigError: it is not installed.
+      ConfigError: Optuna is not installed.
     """
     try:
         return importlib.import_module("optuna")
@@ -44,13 +50,13 @@ def optuna(need: str) -> Any:
         raise ConfigError(f"{need} needs optuna, which is not installed: pip install 'jaxscale[sweep]'") from None
 
 
-def shown(axis: Axis) -> Coded:
-    """An axis as people look at it: ranges as ranges, lists as choices, what Optuna cannot keep as text."""
+def display_code(axis: Axis) -> Coded:
+    """Return an axis as Optuna's tools shall display it: ranges, or choices (as text if Optuna cannot store them)."""
     distributions = optuna("an axis of Optuna's").distributions
     if type(axis) in _RANGES:
-        name, how = _RANGES[type(axis)]
+        name, options = _RANGES[type(axis)]
         make = getattr(distributions, name)
-        return Coded(make(axis.low, axis.high, **how), lambda v: v, lambda p: p)  # type: ignore[attr-defined]
+        return Coded(make(axis.low, axis.high, **options), lambda v: v, lambda p: p)  # type: ignore[attr-defined]
     values = axis.grid()
     if values is None:
         return Coded(distributions.FloatDistribution(0, 1), lambda v: quantile(axis, v), axis.at)
@@ -62,18 +68,18 @@ def shown(axis: Axis) -> Coded:
     )
 
 
-def modelled(axis: Axis) -> Coded:
-    """An axis as a sampler learns best from it: as `shown`, but numbers of a list keep their order."""
+def sampler_code(axis: Axis) -> Coded:
+    """Return an axis as a sampler models it best: as `display_code`, but a sorted list becomes its indices."""
     values = axis.grid()
     if type(axis) in _RANGES or values is None or not is_ordered(axis):
-        return shown(axis)
+        return display_code(axis)
     distribution = optuna("an axis of Optuna's").distributions.IntDistribution(0, len(values) - 1)
     return Coded(distribution, values.index, lambda p: values[p])
 
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """No lines of Optuna's about each study, nor that something of it is experimental."""
+    """Context without Optuna's log lines and warnings about experimental features."""
     logging = optuna("a quiet study").logging
     before = logging.get_verbosity()
     logging.set_verbosity(logging.ERROR)

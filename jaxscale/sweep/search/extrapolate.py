@@ -1,4 +1,4 @@
-"""Ends trials whose curve, drawn on to the last step, will not beat the best."""
+"""Early stopping by extrapolating learning curves."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from jaxscale.sweep.base import FINISHED, Record
 
 _EXPONENTS = (0.25, 0.5, 1.0, 2.0)  # of power laws
 _RATES = (2.0, 4.0, 8.0)  # of exponential decays, over the whole run
-_WIDE = 10.0  # standard deviation of the prior of a curve's height and slope, in units of what was seen of the curve
+_WIDE = 10.0  # prior standard deviation of a curve's offset and scale, in units of the observed range
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Extrapolated:
-    """Stops a trial when its last value is worse than the best with a high probability (Domhan et al. 2015).
+    """Stops a trial whose last value will probably be worse than the best so far (Domhan et al. 2015).
 
-    The curve is a mixture of power laws, exponential decays and the shapes of finished trials' curves (which know
-    the learning rate's schedule), each with a height, a slope and noise of its own. Given those, each member is
-    linear, so posterior, evidence and prediction are closed forms where the paper samples.
+    The curve's model is a mixture of power laws, exponential decays and the curves of finished trials (which reflect
+    the learning-rate schedule), each with its own offset, scale and noise. Each member is linear in offset and scale,
+    so posterior, evidence and prediction have closed forms, where the paper samples.
 
     Args:
-      worse: the probability from which on a trial is stopped.
-      points: it is not judged on fewer.
-      after: nor before this fraction of the run.
-      shapes: of how many finished trials, the best ones, shapes are in the mixture.
+      worse: a trial is stopped if it will be worse with more than this probability.
+      points: minimum number of points of a curve.
+      after: minimum fraction of the run.
+      shapes: number of finished trials, the best ones, whose curves are in the mixture.
     """
 
     worse: float = 0.95
@@ -41,12 +41,14 @@ class Extrapolated:
 
     def __post_init__(self) -> None:
         if not 0.5 <= self.worse < 1:
-            raise ConfigError(f"Extrapolated.worse = {self.worse}: a probability of at least 0.5 and below 1, say 0.95")
+            raise ConfigError(f"Extrapolated.worse = {self.worse}: must be at least 0.5 and below 1, as 0.95")
         if self.points < 3:
-            raise ConfigError(f"Extrapolated.points = {self.points}: a curve has two parameters; set it to 3 or more")
+            raise ConfigError(
+                f"Extrapolated.points = {self.points}: must be at least 3, since a curve has two parameters"
+            )
 
     def keeps(self, record: Record, records: Sequence[Record], steps: int) -> bool:
-        """Whether it may yet beat the best of those that finished; always while none has."""
+        """Whether a trial may still beat the best finished one; `True` while none has finished."""
         done = [r for r in records if r.state == FINISHED and r.curve and math.isfinite(r.curve[-1][1])]
         curve = [(step, value) for step, value in record.curve if step > 0]
         if not done or len(curve) < self.points or curve[-1][0] < self.after * steps or curve[-1][0] >= steps:
@@ -63,13 +65,13 @@ class Extrapolated:
         steps: int,
         best: float,
     ) -> float:
-        """The probability that a curve ends above a value.
+        """Return the probability that a curve ends above a value.
 
         Args:
           curve: (step, objective) so far, steps ascending from 1 or later.
-          finished: whole curves whose shapes it may have.
+          finished: whole curves, whose shapes join the mixture.
           steps: the last step.
-          best: the value.
+          best: the value to compare with.
         """
         from scipy.special import stdtr
 
@@ -86,7 +88,7 @@ class Extrapolated:
 
 
 def _shapes(t: Float[np.ndarray, "n"]) -> list[Float[np.ndarray, "n+1"]]:
-    """Each member at the times seen and at the end, from 0 at the last time seen to 1 at the first."""
+    """Each analytic member at the observed times and at the end; over observed times, range 1 and last value 0."""
     t = np.append(t, 1.0)
     return [_scaled(t**-e) for e in _EXPONENTS] + [_scaled(np.exp(-r * t)) for r in _RATES]
 
@@ -94,7 +96,7 @@ def _shapes(t: Float[np.ndarray, "n"]) -> list[Float[np.ndarray, "n+1"]]:
 def _shape_of(
     finished: Sequence[tuple[int, float]], at: Float[np.ndarray, "n"], steps: int
 ) -> Float[np.ndarray, "n+1"]:
-    """A finished curve as a shape."""
+    """A finished curve as a member: interpolated at the observed steps and at the end."""
     return _scaled(np.interp(np.append(at, steps), [s for s, _ in finished], [v for _, v in finished]))
 
 
@@ -107,7 +109,7 @@ def _predict(shape: Float[np.ndarray, "n+1"], y: Float[np.ndarray, "n"]) -> tupl
     """Bayesian linear regression on a constant and a shape, with a normal-inverse-gamma prior.
 
     Returns:
-      Mean, spread and degrees of freedom of the value at the end (a Student's t), and the logarithm of the evidence.
+      mean, scale and degrees of freedom of the value at the end (a Student's t), and the log evidence.
     """
     x = np.stack([np.ones_like(shape), shape], axis=1)
     x, end = x[:-1], x[-1]

@@ -1,4 +1,4 @@
-"""Every combination of the axes' values."""
+"""Grid search."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from jaxscale.sweep.search.sampler import Sampler, size
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grid(Sampler):
-    """Every combination once, the last axis varying fastest."""
+    """Every combination of values once; the last axis varies fastest.
+
+    Args:
+      seed, stopper: as in `Sampler`; a grid draws nothing at random.
+    """
 
     def draw(self, space: Mapping[str, Axis], records: Sequence[Record], steps: int) -> dict[str, Any]:
-        """The combination whose number is that of the trial."""
+        """Return the combination with the trial's number."""
         number, bindings = len(records), {}
         for name, axis in reversed(list(space.items())):
             values = _values(name, axis)
@@ -27,10 +31,10 @@ class Grid(Sampler):
         return {name: bindings[name] for name in space}
 
     def total(self, space: Mapping[str, Axis]) -> int:
-        """The number of combinations.
+        """Return the number of combinations.
 
         Raises:
-          ConfigError: an axis is a distribution without end.
+          ConfigError: an axis has infinitely many values.
         """
         for name, axis in space.items():
             _values(name, axis)
@@ -41,7 +45,7 @@ def _values(name: str, axis: Axis) -> Sequence[Any]:
     values = axis.grid()
     if values is None:
         raise ConfigError(
-            f"the axis '{name}' has no end of values, so Grid cannot try them all; give it a list, or choose "
+            f"the axis '{name}' has infinitely many values, so Grid cannot try them all; give it a list, or choose "
             "sweep.search = @Random()"
         )
     return values

@@ -1,4 +1,4 @@
-"""Many trials for a few steps, the best of them for more."""
+"""Successive halving: many trials for a few steps, the best of them for more."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from jaxscale.sweep.search.sampler import new_trial
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SuccessiveHalving(Rungs):
-    """Of each rung the best `1 / eta` go on, once all of it are there (Jamieson & Talwalkar 2016).
+    """The best `1 / eta` of each rung continue, once all its trials have reached it (Jamieson & Talwalkar 2016).
 
-    A trial that fails, or is stopped, is the worst of its rung.
+    Failed and stopped trials are the worst of their rung.
 
     Args:
-      trials: how many begin; with the defaults 27, 9, 3 and 1 reach the four rungs.
+      eta, rungs, sampler, stopper: as in `Rungs`: one in `eta` trials continues at each of `rungs` rungs; `sampler`
+        draws new trials; `stopper` ends trials between rungs.
+      trials: how many trials start; with the defaults 27, 9, 3 and 1 reach the four rungs.
     """
 
     waits: ClassVar[bool] = True
@@ -37,14 +39,14 @@ class SuccessiveHalving(Rungs):
             )
 
     def next(self, space: Mapping[str, Axis], records: Sequence[Record], steps: int) -> Trial | None:
-        """A new trial until all have begun; then who goes on."""
+        """Return a new trial until all have started; then a trial to continue."""
         marks = self.marks(steps)
         if len(records) < self.trials:
             return new_trial(self.sampler, space, records, steps, until(marks[0], steps))
         return bracket(self.trials, self.eta, marks, records, steps)
 
     def total(self, space: Mapping[str, Axis]) -> int:
-        """`trials`.
+        """Return `trials`.
 
         Raises:
           ConfigError: the axes have fewer combinations.

@@ -1,4 +1,4 @@
-"""Successive halving at every trade of trials against steps."""
+"""Hyperband and BOHB: successive halving with several first rungs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from jaxscale.sweep.search.sampler import Sampler, new_trial
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hyperband(Rungs):
-    """Brackets of successive halving with ever later first rungs, so that no guess at one is needed (Li et al. 2018).
+    """Brackets of successive halving with ever later first rungs, so none needs to be guessed (Li et al. 2018).
 
-    With four rungs and `eta = 3` the brackets begin with 27, 12, 6 and 4 trials. While one waits for its slowest
-    trial the next one begins.
+    With four rungs and `eta = 3` the brackets start with 27, 12, 6 and 4 trials. While one waits for its slowest trial,
+    the next one starts.
 
     Args:
-      rounds: how many times all brackets are gone through; `None` has no end.
+      eta, rungs, sampler, stopper: as in `Rungs`: one in `eta` trials continues at each of `rungs` rungs; `sampler`
+        draws new trials; `stopper` ends trials between rungs.
+      rounds: how often to run all brackets; `None` repeats without end.
     """
 
     waits: ClassVar[bool] = True
@@ -38,7 +40,7 @@ class Hyperband(Rungs):
             raise ConfigError(f"Hyperband.rounds = {self.rounds}: set it to 1 or more, or to None")
 
     def next(self, space: Mapping[str, Axis], records: Sequence[Record], steps: int) -> Trial | None:
-        """Who goes on in the earliest bracket where somebody can; else a new trial in the last one that has begun."""
+        """Return a trial to continue, of the earliest bracket that has one; else a new trial in the latest bracket."""
         begun = 0
         for rungs, count in self.brackets():
             marks = self.marks(steps, rungs)
@@ -52,13 +54,13 @@ class Hyperband(Rungs):
         return None
 
     def brackets(self) -> Iterator[tuple[int, int]]:
-        """(rungs, trials at the first) of each bracket, in order."""
+        """Yield (number of rungs, number of trials at the first) of each bracket, in order."""
         sizes = [(s + 1, math.ceil(self.rungs / (s + 1) * self.eta**s)) for s in reversed(range(self.rungs))]
         rounds = itertools.count() if self.rounds is None else range(self.rounds)
         return itertools.chain.from_iterable(sizes for _ in rounds)
 
     def total(self, space: Mapping[str, Axis]) -> int | None:
-        """Of all brackets.
+        """Return the number of trials of all brackets.
 
         Raises:
           ConfigError: the axes have fewer combinations.
@@ -71,6 +73,10 @@ class Hyperband(Rungs):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BOHB(Hyperband):
-    """Hyperband whose trials a kernel density estimate of the good ones draws (Falkner et al. 2018)."""
+    """Hyperband with new trials drawn by `KDE` (Falkner et al. 2018).
+
+    Args:
+      eta, rungs, sampler, stopper, rounds: as in `Hyperband`.
+    """
 
     sampler: Sampler = KDE()

@@ -1,4 +1,4 @@
-"""Draws where good trials are dense and bad ones are not."""
+"""Sampling by kernel density estimates of good and bad trials."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from jaxscale.sweep.search.sampler import Sampler, bind, size
 class KDE(Sampler):
     """The sampler of BOHB (Falkner et al. 2018), after the tree-structured Parzen estimator (Bergstra et al. 2011).
 
-    Of the trials that reached the highest rung at which enough did, the best few give one density and the others a
-    second; of candidates near the best, the one with the highest ratio is drawn. Trials that failed or were stopped
-    are among the others.
+    Uses the highest rung that enough trials have reached. The best of them give one density, the others a second; from
+    candidates near the best, it draws the one with the highest ratio of the two. Failed and stopped trials are among
+    the others.
 
     Args:
-      good: the fraction that counts as the best.
-      randomly: the fraction that is drawn at random, and everything until enough is known: two trials more than axes.
-      candidates: how many are compared.
-      widen: candidates are drawn from bandwidths this many times as wide.
-      narrowest: bandwidths are at least this, as a fraction of an axis.
+      seed, stopper: as in `Sampler`.
+      good: fraction of trials that count as the best.
+      randomly: fraction of draws that are uniformly random. All are until three more trials than axes have results.
+      candidates: number of candidates to compare.
+      widen: factor of the bandwidths from which candidates are drawn.
+      narrowest: minimum bandwidth, as a fraction of an axis.
     """
 
     good: float = 0.15
@@ -45,10 +46,10 @@ class KDE(Sampler):
     def __post_init__(self) -> None:
         for name in ("good", "randomly"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"KDE.{name} = {getattr(self, name)}: a fraction is between 0 and 1")
+                raise ConfigError(f"KDE.{name} = {getattr(self, name)}: must be between 0 and 1")
 
     def draw(self, space: Mapping[str, Axis], records: Sequence[Record], steps: int) -> dict[str, Any]:
-        """The candidate with the highest ratio of densities that was not tried yet; else a random point."""
+        """Return the untried candidate with the highest ratio of densities; else a random point."""
         random = self.random(len(records), 1)
         split = self._split(records, steps, least=len(space) + 1)
         if split is not None and random.random() >= self.randomly:
@@ -63,28 +64,28 @@ class KDE(Sampler):
         return self._untried(space, records, steps)
 
     def total(self, space: Mapping[str, Axis]) -> int | None:
-        """The number of combinations, where it has an end."""
+        """Return the number of combinations; `None` if it is infinite."""
         return size(space)
 
     def _split(self, records: Sequence[Record], steps: int, least: int) -> tuple[list[Record], list[Record]] | None:
-        """The good and the bad at the highest rung where there are at least `least` of each, two more in all."""
+        """Good and bad trials at the highest rung with `least` finite results and `least + 2` in all, or `None`."""
         for mark in sorted({target(r.trial, steps) for r in records}, reverse=True):
-            there = [r for r in records if target(r.trial, steps) >= mark and result(r, mark, steps) is not None]
-            best = ranked(there, mark, steps)
-            if len(there) < least + 2 or len(best) < least:
+            judged = [r for r in records if target(r.trial, steps) >= mark and result(r, mark, steps) is not None]
+            best = ranked(judged, mark, steps)
+            if len(judged) < least + 2 or len(best) < least:
                 continue
-            failed = [r for r in there if r not in best]
-            count = max(least, round(self.good * len(there)))
-            return best[:count], (best + failed)[-max(least, len(there) - count) :]
+            failed = [r for r in judged if r not in best]
+            count = max(least, round(self.good * len(judged)))
+            return best[:count], (best + failed)[-max(least, len(judged) - count) :]
         return None
 
     def _untried(self, space: Mapping[str, Axis], records: Sequence[Record], steps: int) -> dict[str, Any]:
-        """A random point; of finitely many combinations one that is left."""
+        """A random point; in a finite space, one that was not tried."""
         uniform = Random(seed=self.seed)
         if size(space) is None:
             return uniform.draw(space, records, steps)
         tried = {repr(dict(r.trial.bindings)) for r in records}
-        for count in range(len(records) + 1):  # the first so many draws all differ, so one of them is new
+        for count in range(len(records) + 1):  # these draws all differ, so at least one is new
             bindings = uniform.draw(space, records[:count], steps)
             if repr(bindings) not in tried:
                 return bindings
@@ -93,11 +94,11 @@ class KDE(Sampler):
 
 @dataclasses.dataclass(frozen=True)
 class _Density:
-    """A product of kernels at each point: truncated normals, and Aitchison and Aitken's where values have no order.
+    """A kernel density: truncated normals on ordered axes, Aitchison and Aitken's kernel on unordered ones.
 
     Args:
-      points: in the unit cube.
-      widths: bandwidth of each axis; where values have no order, the chance of another one.
+      points: centres of the kernels, in the unit cube.
+      widths: bandwidth of each axis; on an unordered axis, the probability of another value.
       choices: as in `Cube`.
     """
 
@@ -107,14 +108,14 @@ class _Density:
 
     @classmethod
     def of(cls, cube: Cube, points: Float[np.ndarray, "n d"], narrowest: float) -> _Density:
-        """With the bandwidths of the normal reference rule."""
+        """Return the density of points, with bandwidths by the normal reference rule."""
         n, d = points.shape
         widths = np.maximum(1.06 * points.std(axis=0) * n ** (-1 / (4 + d)), narrowest)
-        most = np.array([1 - 1 / c if c else 1.0 for c in cube.choices])  # at which every value is as likely
+        most = np.array([1 - 1 / c if c else 1.0 for c in cube.choices])  # makes all values equally likely
         return cls(points, np.minimum(widths, most), cube.choices)
 
     def log(self, at: Float[np.ndarray, "m d"]) -> Float[np.ndarray, "m"]:
-        """The logarithm of the density."""
+        """Return the log density at points."""
         from scipy.special import logsumexp, ndtr
 
         logs = np.zeros((len(at), len(self.points)))
@@ -129,7 +130,7 @@ class _Density:
         return logsumexp(logs, axis=1) - math.log(len(self.points))
 
     def draw(self, random: np.random.Generator, count: int, widen: float) -> Float[np.ndarray, "m d"]:
-        """Points near those of the density."""
+        """Draw points from the density with bandwidths times `widen`."""
         from scipy.special import ndtr, ndtri
 
         drawn = self.points[random.integers(len(self.points), size=count)]

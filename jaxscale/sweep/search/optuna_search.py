@@ -11,28 +11,29 @@ from typing import Any
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, near
 from jaxscale.sweep.base import BAD, FINISHED, PAUSED, STOPPED, Axis, Record
-from jaxscale.sweep.search.as_optuna import Coded, modelled, optuna, quietly
+from jaxscale.sweep.search.as_optuna import Coded, optuna, quietly, sampler_code
 from jaxscale.sweep.search.sampler import Sampler
 
 _NEEDS = {"CmaEsSampler": "cmaes", "GPSampler": "torch", "QMCSampler": "scipy"}
-_REMEMBERING = ("BaseGASampler", "CmaEsSampler", "QMCSampler")  # keep in the study what they draw next from
-_RECALLING = ("HyperbandPruner", "SuccessiveHalvingPruner")  # keep in the study how far each trial was let through
+_STATEFUL_SAMPLERS = ("BaseGASampler", "CmaEsSampler", "QMCSampler")  # store their state in the study
+_STATEFUL_PRUNERS = ("HyperbandPruner", "SuccessiveHalvingPruner")  # store each trial's rung in the study
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptunaSearch(Sampler):
-    """Any sampler and pruner of Optuna (Akiba et al. 2019), on a study that is made anew from the records each time.
+    """Any sampler and pruner of Optuna (Akiba et al. 2019), on a study rebuilt from the records for each draw.
 
-    A sampler is seeded with the search's seed and the trial's number, so that what it draws follows from the records.
-    Those which keep notes in the study (CMA-ES, QMC, genetic ones) are led through all trials again. A trial that
-    runs is there for them to see; one that was stopped or paused counts as pruned.
+    The sampler is seeded with the search's seed and the trial's number, so that its draws depend on the records only.
+    Samplers that store state in the study (CMA-ES, QMC, genetic ones) replay all trials. The study has running trials
+    too; stopped and paused ones count as pruned.
 
     Args:
+      seed, stopper: as in `Sampler`.
       sampler: "TPE", "CmaEs", "GP", "Random", "QMC" and so on, or a class or function that takes `seed`.
-      options: its arguments, such as `{"multivariate": True}`.
+      options: arguments of the sampler, such as `{"multivariate": True}`.
       pruner: "Median", "Percentile", "Hyperband" and so on, or a class or function; by default none.
-      pruner_options: its arguments, such as `{"percentile": 25.0}`.
+      pruner_options: arguments of the pruner, such as `{"percentile": 25.0}`.
     """
 
     sampler: str | Callable[..., Any] = "TPE"
@@ -45,7 +46,7 @@ class OptunaSearch(Sampler):
         self._pruner()
         if self.options.get("with_margin"):
             raise ConfigError(
-                "OptunaSearch.options: 'with_margin' keeps more about each draw than its record tells; leave it out"
+                "OptunaSearch.options: 'with_margin' needs state that a sweep's records do not have; remove it"
             )
         for kind in type(sampler).__mro__:
             module = _NEEDS.get(kind.__name__)
@@ -56,17 +57,17 @@ class OptunaSearch(Sampler):
                 )
 
     def draw(self, space: Mapping[str, Axis], records: Sequence[Record], steps: int) -> dict[str, Any]:
-        """What the sampler suggests next."""
-        codes = {name: modelled(axis) for name, axis in space.items()}
+        """Return the bindings that the sampler suggests next."""
+        codes = {name: sampler_code(axis) for name, axis in space.items()}
         distributions = {name: code.distribution for name, code in codes.items()}
         with quietly():
             sampler = self._sampler(0)
-            if _is(sampler, _REMEMBERING):
+            if _is(sampler, _STATEFUL_SAMPLERS):
                 storage = optuna("OptunaSearch").storages.InMemoryStorage()
                 study = self._study(sampler=sampler, storage=storage)
                 for record in records:
                     trial, frozen = study.ask(distributions), _frozen(codes, record)
-                    for name, distribution in distributions.items():  # what was drawn then, when less was known
+                    for name, distribution in distributions.items():  # replace the new draw by the recorded one
                         inner = distribution.to_internal_repr(frozen.params[name])
                         storage.set_trial_param(trial._trial_id, name, inner, distribution)
                     if frozen.state.is_finished():
@@ -78,14 +79,14 @@ class OptunaSearch(Sampler):
         return {name: code.decode(params[name]) for name, code in codes.items()}
 
     def keeps(self, record: Record, records: Sequence[Record], steps: int) -> bool:
-        """What the pruner says, and the stopper."""
+        """Whether both the stopper and the pruner let a running trial continue."""
         if not self.stopper.keeps(record, records, steps):
             return False
         pruner = self._pruner()
         if pruner is None or not record.curve:
             return True
         with quietly():
-            if not _is(pruner, _RECALLING):
+            if not _is(pruner, _STATEFUL_PRUNERS):
                 study = self._study()
                 study.add_trials([_frozen({}, other) for other in records])
                 return not pruner.prune(study, study.trials[record.trial.id])
@@ -109,19 +110,19 @@ class OptunaSearch(Sampler):
             return None
         return _made("pruner", _named(self.pruner, "pruner", "BasePruner"), self.pruner_options)
 
-    def _study(self, **how: Any) -> Any:
-        return optuna("OptunaSearch").create_study(study_name="sweep", **how)
+    def _study(self, **options: Any) -> Any:
+        return optuna("OptunaSearch").create_study(study_name="sweep", **options)
 
 
 def _named(choice: str | Callable[..., Any], field: str, base: str) -> Callable[..., Any]:
-    """The class of a name, which may leave out the `Sampler` or `Pruner` at its end."""
+    """The class with a name, whose suffix `Sampler` or `Pruner` may be omitted."""
     module = getattr(optuna("OptunaSearch"), f"{field}s")
     if not isinstance(choice, str):
         if isinstance(choice, getattr(module, base)):
             options = {"sampler": "options", "pruner": "pruner_options"}[field]
             raise ConfigError(
-                f"OptunaSearch.{field} is a {type(choice).__name__} that was made already, which cannot be made again "
-                f"for each trial; give the class, and its arguments as OptunaSearch.{options}"
+                f"OptunaSearch.{field} is an instance of {type(choice).__name__}, but one is created for each trial; "
+                f"give the class, and its arguments as OptunaSearch.{options}"
             )
         return choice
     tail = field.capitalize()
@@ -129,7 +130,7 @@ def _named(choice: str | Callable[..., Any], field: str, base: str) -> Callable[
     plain = {_plain(name): name for name in known}
     name = plain.get(_plain(choice.removesuffix(tail)))
     if name is None:
-        raise ConfigError(f"OptunaSearch.{field} = '{choice}' is none of Optuna's{near(choice, known)}")
+        raise ConfigError(f"OptunaSearch.{field} = '{choice}' does not exist in Optuna{near(choice, known)}")
     return getattr(module, known[name])
 
 
@@ -142,7 +143,7 @@ def _made(field: str, make: Callable[..., Any], options: Mapping[str, Any]) -> A
         with quietly():
             return make(**options)
     except (TypeError, ValueError) as e:
-        raise ConfigError(f"OptunaSearch.{field} cannot be made: {e}") from None
+        raise ConfigError(f"OptunaSearch.{field} cannot be created: {e}") from None
 
 
 def _is(value: Any, names: Iterable[str]) -> bool:
@@ -154,7 +155,7 @@ def _params(codes: Mapping[str, Coded], record: Record) -> dict[str, Any]:
 
 
 def _frozen(codes: Mapping[str, Coded], record: Record) -> Any:
-    """A record as a trial of Optuna's."""
+    """A record as Optuna's frozen trial."""
     module = optuna("OptunaSearch")
     states = module.trial.TrialState
     state = {FINISHED: states.COMPLETE, PAUSED: states.PRUNED, STOPPED: states.PRUNED} | dict.fromkeys(BAD, states.FAIL)
@@ -179,7 +180,7 @@ def _finish(study: Any, trial: Any, frozen: Any) -> None:
 
 
 def _walk(trial: Any, record: Record) -> bool:
-    """Goes through a curve point by point, asking the pruner at each; what it said at the last."""
+    """Report a curve point by point; returns whether the pruner would prune at the last."""
     pruned = False
     for step, value in record.curve:
         trial.report(value, step)

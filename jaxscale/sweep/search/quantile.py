@@ -1,4 +1,4 @@
-"""Values as points of the unit cube, for what models them."""
+"""Values of axes as points of the unit cube, for samplers that model them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _HALVINGS = 54  # a float has no more bits between 0 and 1
 
 
 def quantile(axis: Axis, value: Any) -> float:
-    """A quantile at which the axis has this value; of a value that has a range of them, the middle.
+    """Return the quantile at which an axis has a value; the middle if a range of quantiles has it.
 
     Args:
-      axis: a list's, or a distribution's, whose values ascend or descend with the quantile.
-      value: one that it has.
+      axis: a list, or a distribution whose values ascend or descend with the quantile.
+      value: one of its values.
     """
     values = axis.grid()
     if values is not None and not is_ordered(axis):
@@ -40,7 +40,7 @@ def quantile(axis: Axis, value: Any) -> float:
 
 
 def is_ordered(axis: Axis) -> bool:
-    """Whether near quantiles are near values: true of distributions, and of ascending or descending numbers."""
+    """Whether close quantiles have close values: true for distributions and for sorted lists of numbers."""
     values = axis.grid()
     if values is None or isinstance(values, range):
         return True
@@ -53,8 +53,8 @@ class Cube:
     """A space as a unit cube.
 
     Args:
-      space: the axes.
-      choices: of each axis, how many values it has where they have no order; 0 where near quantiles are near values.
+      space: the axes by binding.
+      choices: for each axis, its number of values if they are unordered, else 0.
     """
 
     space: Mapping[str, Axis]
@@ -62,10 +62,10 @@ class Cube:
 
     @classmethod
     def of(cls, space: Mapping[str, Axis]) -> Cube:
-        """The cube of a space."""
+        """Return the cube of a space."""
         return cls(space, tuple(0 if is_ordered(a) else len(a.grid() or ()) for a in space.values()))
 
     def points(self, records: Sequence[Record]) -> Float[np.ndarray, "n d"]:
-        """Where records are."""
+        """Return the points of records, [record, axis]."""
         rows = [[quantile(axis, r.trial.bindings[name]) for name, axis in self.space.items()] for r in records]
         return np.array(rows).reshape(len(records), len(self.space))

@@ -1,4 +1,4 @@
-"""Independent draws."""
+"""Random search."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from jaxscale.sweep.search.sampler import Sampler, bind, size
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Random(Sampler):
-    """Each axis drawn by itself (Bergstra & Bengio 2012); of axes with lists only, no combination twice."""
+    """Draws each axis independently (Bergstra & Bengio 2012); in a finite space, no combination twice.
+
+    Args:
+      seed, stopper: as in `Sampler`.
+    """
 
     def draw(self, space: Mapping[str, Axis], records: Sequence[Record], steps: int) -> dict[str, Any]:
-        """A point that follows from the seed and the trial's number."""
+        """Return a random point, seeded with the sampler's seed and the trial's number."""
         if size(space) is None:
             return bind(space, self.random(len(records)).random(len(space)))
         seen: set[str] = set()
         random = self.random()
-        while True:  # ends: a sweep asks for no more trials than there are combinations
+        while True:  # ends, since a sweep has no more trials than there are combinations
             bindings = bind(space, random.random(len(space)))
             if repr(bindings) not in seen:
                 seen.add(repr(bindings))
@@ -30,5 +34,5 @@ class Random(Sampler):
                     return bindings
 
     def total(self, space: Mapping[str, Axis]) -> int | None:
-        """The number of combinations, where it has an end."""
+        """Return the number of combinations; `None` if it is infinite."""
         return size(space)

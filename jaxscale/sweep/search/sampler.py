@@ -1,4 +1,4 @@
-"""What draws the bindings of new trials; by itself a search that runs every trial to the end."""
+"""Samplers, which draw the bindings of new trials; used alone, a search that runs every trial to the end."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ LAST = 1 - 2.0**-53
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """Draws bindings; what it draws for a trial follows from its fields, the trial's number and the records.
+    """Draws bindings; a draw depends only on the sampler's fields, the trial's number and the records.
 
     Args:
-      seed: of all its randomness.
-      stopper: ends trials that are not worth going on with; by default none.
+      seed: seed of all its random numbers.
+      stopper: ends unpromising trials early; by default none.
     """
 
     seed: int = 0
@@ -32,32 +32,36 @@ class Sampler:
 
         Args:
           space: the axes by binding.
-          records: of all trials so far, by id.
+          records: records of all trials so far, by id.
           steps: the config's last step.
         """
         raise NotImplementedError
 
     def next(self, space: Mapping[str, Axis], records: Sequence[Record], steps: int) -> Trial | None:
-        """A new trial, to the config's last step."""
+        """Return a new trial, to the config's last step."""
         return new_trial(self, space, records, steps, until=None)
 
     def keeps(self, record: Record, records: Sequence[Record], steps: int) -> bool:
-        """What the stopper says."""
+        """Whether the stopper lets a running trial continue."""
         return self.stopper.keeps(record, records, steps)
 
     def total(self, space: Mapping[str, Axis]) -> int | None:
-        """Without end, unless a sampler says otherwise."""
+        """Return `None`: a sampler draws without end unless its class overrides this."""
         return None
 
     def random(self, *key: int) -> np.random.Generator:
-        """Random numbers that follow from the seed and a key."""
+        """Return a random generator seeded with the sampler's seed and a key.
+
+        Args:
+          *key: integers, such as the trial's number.
+        """
         return np.random.default_rng([self.seed, *key])
 
 
 def new_trial(
     sampler: Sampler, space: Mapping[str, Axis], records: Sequence[Record], steps: int, until: int | None
 ) -> Trial | None:
-    """The next new trial, or `None` when the sampler has drawn all there is."""
+    """Return the next new trial, or `None` once the sampler has drawn every combination."""
     total = sampler.total(space)
     if total is not None and len(records) >= total:
         return None
@@ -65,12 +69,12 @@ def new_trial(
 
 
 def bind(space: Mapping[str, Axis], quantiles: Sequence[float] | np.ndarray) -> dict[str, Any]:
-    """The values at a point of the unit cube, by axis."""
+    """Return the values at a point of the unit cube, by axis."""
     return {name: axis.at(min(float(u), LAST)) for (name, axis), u in zip(space.items(), quantiles, strict=True)}
 
 
 def size(space: Mapping[str, Axis]) -> int | None:
-    """How many combinations there are; `None` where an axis has no end."""
+    """Return the number of combinations of a space; `None` if an axis has infinitely many values."""
     count = 1
     for axis in space.values():
         values = axis.grid()

@@ -1,4 +1,4 @@
-"""What ends a running trial early; every search has one as its `stopper`."""
+"""Stoppers, which end running trials early; every search has one as its `stopper`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jaxscale.sweep.base import Record
 
 
 class Stopper(Protocol):
-    """Judges running trials; keeps nothing, like a search."""
+    """Judges running trials. Has no state, like a search."""
 
     def keeps(self, record: Record, records: Sequence[Record], steps: int) -> bool:
-        """Whether a running trial is worth going on with.
+        """Whether to let a running trial continue.
 
         Args:
-          record: of the running trial.
-          records: of all trials so far, by id.
+          record: record of the running trial.
+          records: records of all trials so far, by id.
           steps: the config's last step.
         """
 
@@ -29,5 +29,5 @@ class Never:
     """Ends no trial early."""
 
     def keeps(self, record: Record, records: Sequence[Record], steps: int) -> bool:
-        """Always."""
+        """Return `True`."""
         return True

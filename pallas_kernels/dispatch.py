@@ -284,11 +284,11 @@ def _unguarded() -> str | None:
     through = "call the op through jaxscale.parallel.sharded_op, or inside a shard_map"
     left = [f"{a}={n}" for a, n in mesh.shape.items() if n > 1 and a not in mesh.manual_axes]
     if left:
-        return f"the mesh in scope leaves {', '.join(left)} to the partitioner, which cannot cut a kernel; {through}"
+        return f"the mesh in scope leaves {', '.join(left)} to the partitioner, which cannot shard a kernel; {through}"
     if mesh.empty and jax.device_count() > 1:
         return (
-            f"there are {jax.device_count()} devices and no mesh in scope, so arrays may be cut, which a kernel cannot "
-            f"be; {through}"
+            f"there are {jax.device_count()} devices and no mesh in scope, so the partitioner might have to "
+            f"shard a kernel, which it cannot; {through}"
         )
     return None
 

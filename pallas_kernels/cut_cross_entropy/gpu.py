@@ -61,16 +61,16 @@ def supported(
     if not x[0]:
         return "there are no tokens"
     if width % CHUNK:
-        return f"a vector is a multiple of {CHUNK} elements in a kernel, not {width}"
+        return f"the width of x has to be a multiple of {CHUNK} in a kernel, not {width}"
     if 0 in x:
         return "there are no tokens"
     if vocabulary < 256:
-        return f"a vocabulary of {vocabulary} gives a tile of 256 words too little to do"
+        return f"a vocabulary of {vocabulary} is smaller than a tile of 256 words"
     multiple = _MULTIPLE[logits.w_layout]
     if vocabulary % multiple:
         return (
-            f"a vocabulary is a multiple of {multiple} where w is {'(V, E)' if multiple == 8 else '(E, V)'}, and "
-            f"{vocabulary} is not; the nearest is {-(-vocabulary // multiple) * multiple}"
+            f"with w of shape {'(V, E)' if multiple == 8 else '(E, V)'} the vocabulary has to be a multiple of "
+            f"{multiple}, not {vocabulary}; the nearest is {-(-vocabulary // multiple) * multiple}"
         )
     return None
 

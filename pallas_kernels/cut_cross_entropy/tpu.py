@@ -53,7 +53,7 @@ def supported(
         return "there are no tokens"
     if tile_bytes(*FEWEST, x[1], dtype, w_dtype) > TILES:
         most = TILES // (tile_bytes(*FEWEST, 2**10, dtype, w_dtype) // 2**10) // LANES * LANES
-        return f"vectors of {x[1]} leave no room for a tile of logits in VMEM; {most} are about the most"
+        return f"x of width {x[1]} leaves no VMEM for a tile of logits; the widest is about {most}"
     return None
 
 

@@ -60,22 +60,20 @@ def supported(
     if why := hopper(target):
         return why
     if settings.maximum is not None:
-        return "a maximum that is given beforehand is left to XLA"
+        return "the option maximum is left to XLA"
     if dtype not in DTYPES:
         return f"Hopper's tensor cores take {' and '.join(DTYPES)}, and {dtype} is left to XLA"
     if v is None:
-        return "values that lie in the keys are left to XLA"
+        return "values that are stored in the keys are left to XLA"
     (_, page, kv, d), dv, rows = k, settings.value_dim, q[1] * q[2] // k[2]
     if d % 16 or dv % 16 or not (64 <= d <= 192 and 64 <= dv <= 128):
-        return f"head widths are multiples of 16 from 64 to 192, of values to 128, in a kernel, not {d} and {dv}"
+        return f"a kernel takes keys of width 64 to 192 and values of 64 to 128, multiples of 16, not {d} and {dv}"
     if rows > ROWS:
-        return f"{q[1]} queries of {q[2] // kv} heads a key head are {rows} rows, and a tile has {ROWS}"
+        return f"{q[1]} queries with {q[2] // kv} heads per key head are {rows} rows, and a tile has {ROWS}"
     tile = _tile(target, d, dv)
     half = tile["keys"] // WARPGROUPS
     if page % 8 or (page < tile["keys"] and half % page):
-        return (
-            f"a page is a multiple of 8 that divides {half} in a kernel, or has {tile['keys']} or more, and not {page}"
-        )
+        return f"a page has a multiple of 8 keys that divides {half} in a kernel, or {tile['keys']} or more, not {page}"
     if shared_memory(d, dv, tile) > SHARED_MEMORY:
         return f"keys of width {d} and values of width {dv} do not fit in shared memory"
     return None

@@ -43,14 +43,14 @@ def supported(
 ) -> str | None:
     """Return why the kernel cannot serve a case, or `None`."""
     if settings.maximum is not None:
-        return "a maximum that is given beforehand is left to XLA"
+        return "the option maximum is left to XLA"
     if dtype == "float16":
         return "TPUs compute in bfloat16 and float32; XLA converts float16"
     rows = q[1] * q[2]
     if k[2] == 1:
-        return "a single key head lies in a TPU's memory row by row, and a kernel would need it copied"
+        return "a single key head has another memory layout on a TPU, and would have to be copied for a kernel"
     if rows > 256:
-        return f"{q[1]} queries of {q[2]} heads are {rows} rows, and a kernel has 256; more are left to XLA"
+        return f"{q[1]} queries of {q[2]} heads are {rows} rows, and a kernel takes at most 256; more are left to XLA"
     needed = 4 * q[0] * (entries + _tiles(target, settings, k, entries, dtype).count)
     if needed > _SMEM:
         return (

@@ -77,19 +77,22 @@ def supported(
     refusals = (
         (dtype not in DTYPES, f"cuDNN takes {' and '.join(DTYPES)}, and {dtype} is left to XLA"),
         (segments, "cuDNN would ignore segment ids, which are left to XLA"),
-        (positions, "cuDNN knows tokens by the order they stand in; positions are left to XLA"),
+        (positions, "cuDNN's masks use the order of the tokens; positions are left to XLA"),
         (bias is not None, f"cuDNN would round a bias to {dtype}; it is left to XLA"),
         (score.kind != "softmax", f"cuDNN's weights are a softmax; {score.kind} is left to XLA"),
-        (score.softcap is not None, "JAX gives cuDNN no soft-cap; it is left to XLA"),
-        (score.scale <= 0, f"cuDNN is known to work with a positive scale; {score.scale} is left to XLA"),
-        (mask.blocks is not None, "JAX gives cuDNN no block-sparse mask; blocks are left to XLA"),
-        (mask.window is not None and not mask.causal, "cuDNN's window is causal; one to both sides is left to XLA"),
+        (score.softcap is not None, "JAX's call of cuDNN has no soft-cap; it is left to XLA"),
+        (score.scale <= 0, f"cuDNN is tested with a positive scale only; {score.scale} is left to XLA"),
+        (mask.blocks is not None, "JAX's call of cuDNN has no block-sparse mask; blocks are left to XLA"),
+        (
+            mask.window is not None and not mask.causal,
+            "cuDNN's window is causal; a window to both sides is left to XLA",
+        ),
         (mask.causal and s != t, f"cuDNN would align {s} queries with the first of {t} keys, not the last; XLA does"),
-        (settings.return_lse, "cuDNN's gradient takes no cotangent of the log-sum-exp; return_lse is left to XLA"),
+        (settings.return_lse, "cuDNN has no gradient of the log-sum-exp; return_lse is left to XLA"),
         (settings.deterministic, "cuDNN's gradient may differ between runs; deterministic=True is left to XLA"),
-        (d != dv, f"cuDNN takes values as wide as keys; {dv} and {d} are left to XLA"),
+        (d != dv, f"cuDNN needs values as wide as keys; widths {dv} and {d} are left to XLA"),
         (d % 8 > 0 or d > WIDEST, f"cuDNN takes head widths that are multiples of 8 up to {WIDEST}, not {d}"),
-        (s == 1, "a single query is left to XLA, for cuDNN has no gradient of it"),
+        (s == 1, "cuDNN has no gradient of a single query, which is left to XLA"),
         (0 in q, "there is nothing to compute"),
     )
     return _missing(target) or next((why for refused, why in refusals if refused), None)
@@ -192,18 +195,18 @@ def _missing(target: Target) -> str | None:
         return f"cuDNN's attention is for NVIDIA GPUs from Ampere on (A100, RTX 3090), and this is {kind}"
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and mesh.abstract_device is None:
-        return "JAX lowers calls of cuDNN for devices that exist, and the mesh in scope has none"
+        return "JAX lowers calls of cuDNN only for devices that exist, and the mesh in scope is abstract"
     if not _present(kind):
-        return f"JAX asks cuDNN about a GPU of this process, which has no {kind}"
+        return f"JAX calls cuDNN only for a GPU of this process, which has no {kind}"
     if why := _unknown_rules():
         return why
     try:
         version = _binding().check_cudnn_version()
     except RuntimeError:
-        return "JAX finds no cuDNN; pip install 'jax[cuda13]' brings it"
+        return "JAX finds no cuDNN; pip install 'jax[cuda13]' installs it"
     least = 91100 if "B300" in kind else LEAST
     if version < least:
-        return f"its attention on {kind} needs cuDNN {_spelled(least)}, and this is {_spelled(version)}"
+        return f"attention on {kind} needs cuDNN {_spelled(least)}, and this is {_spelled(version)}"
     if version in BROKEN:
         return f"the attention of cuDNN {_spelled(version)} has known bugs; upgrade to 9.10.2 or newer"
     return None
@@ -223,11 +226,11 @@ def _unknown_rules() -> str | None:
     except (ImportError, AttributeError):
         complete = False
     if not complete:
-        return f"jax {jax.__version__} has no rules for cuDNN's attention where this looks for them"
+        return f"jax {jax.__version__} does not have the rules for cuDNN's attention that this module calls"
     # The backward rule takes the same options, then the residuals and the cotangents.
     known = {*_ARRAYS, *_UNUSED, *_OPTIONS}.issuperset(names) and _OPTIONS[0] in names
     if not known or len(backward) != len(names) - names.index(_OPTIONS[0]) + 2:
-        return f"jax {jax.__version__} gives its rules for cuDNN's attention other parameters than those known here"
+        return f"jax {jax.__version__} has rules for cuDNN's attention with parameters that this module does not know"
     return None
 
 

@@ -61,7 +61,7 @@ def supported(
         return "a bias is left to XLA; causal, window, segment_ids, positions and blocks have kernels"
     d, dv = q[3], v[3]
     if d % 16 or dv % 16 or not (64 <= d <= 256 and 64 <= dv <= 256):
-        return f"head widths are multiples of 16 from 64 to 256 in a kernel, not {d} and {dv}"
+        return f"head widths have to be multiples of 16 from 64 to 256 in a kernel, not {d} and {dv}"
     if 0 in q:
         return "there is nothing to compute"
     tile = lookup(
@@ -73,8 +73,8 @@ def supported(
     blocks = settings.mask.blocks
     if blocks is not None and (blocks.query % TILE or blocks.key % math.lcm(TILE, keys)):
         return (
-            f"blocks of a mask are whole tiles of {TILE} queries and {math.lcm(TILE, keys)} keys in a kernel, and "
-            f"these are {blocks.query} by {blocks.key}"
+            f"blocks of a mask have to be whole tiles of {TILE} queries and {math.lcm(TILE, keys)} keys in a kernel, "
+            f"not {blocks.query} by {blocks.key}"
         )
     return None
 

@@ -54,20 +54,20 @@ def supported(
     if dtype == "float16":
         return "TPUs compute in bfloat16 and float32; XLA converts float16"
     if bias is not None:
-        return "a bias is left to XLA, which adds it as it makes the scores"
+        return "a bias is left to XLA, which adds it while it computes the scores"
     if max(q[3], v[3]) > WIDEST:
-        return f"a head_dim is at most {WIDEST} in a kernel, not {max(q[3], v[3])}"
+        return f"head_dim has to be at most {WIDEST} in a kernel, not {max(q[3], v[3])}"
     mask: Mask = settings.mask
     cut = Cut.of(target, direction, mask, q=q, v=v, dtype=dtype, segments=segments, positions=positions)
     if mask.blocks is not None:
         for what, size, tile in (("queries", mask.blocks.query, cut.q_tile), ("keys", mask.blocks.key, cut.k_tile)):
             if not tile:
-                return f"a block of a mask has a multiple of {LANES} {what} in a kernel, not {size}"
+                return f"a block of a mask has to have a multiple of {LANES} {what} in a kernel, not {size}"
     sides: tuple[Side, ...] = ("queries",) if direction == "forward" else ("queries", "keys")
     examples = q[0] if segments or positions else 1
     needed = max(12 * examples * step_count(cut, side) for side in sides)
     if needed > STEP_BYTES:
-        return f"the list of tiles to visit would take {needed} bytes, and {STEP_BYTES} are kept for it"
+        return f"the list of tiles to visit would take {needed} bytes of SMEM, and {STEP_BYTES} are reserved for it"
     return None
 
 

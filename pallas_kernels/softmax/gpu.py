@@ -43,8 +43,8 @@ def supported(target: Target, *, rows: int, columns: int, dtype: str, masked: bo
         return why
     if inputs > 1 and columns > longest and not _fill(rows):
         return (
-            f"a row of {columns} columns does not fit in shared memory ({longest} of {dtype} do), and {rows} rows are "
-            f"no even share for {SMS} multiprocessors"
+            f"a row of {columns} columns does not fit in shared memory ({longest} of {dtype} do), and {rows} rows "
+            f"cannot be shared evenly among {SMS} multiprocessors"
         )
     return None
 
@@ -60,9 +60,9 @@ def _unfit(target: Target, columns: int, masked: bool) -> str | None:
     if masked:
         return "a mask is left to XLA, which fuses it with its own reads"
     if columns % 128:
-        return f"TMA moves rows of whole 128 columns, and there are {columns}"
+        return f"TMA copies rows with a multiple of 128 columns, not {columns}"
     if columns < 1024 and not target.interpret:
-        return f"a row of {columns} columns gives a warpgroup too little to do; from 1024 on it pays"
+        return f"a row of {columns} columns is too short for a warpgroup; the kernel is faster from 1024 columns on"
     return None
 
 

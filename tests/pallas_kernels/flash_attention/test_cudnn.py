@@ -139,7 +139,7 @@ def test_what_cudnn_does_not_do_is_refused_by_name_and_left_to_xla_otherwise(sha
 
 def test_values_of_another_width_and_parts_of_keys_are_refused(card):
     q, k, v = arrays()
-    with pytest.raises(KernelError, match="values as wide as keys; 8 and 16"):
+    with pytest.raises(KernelError, match="values as wide as keys; widths 8 and 16"):
         _refused((q, k, v[..., :8]))
     with pytest.raises(KernelError, match="log-sum-exp"):
         gradients(q, k, v, q, jnp.zeros((B, S, H)), q, implementation="cudnn")
@@ -168,7 +168,7 @@ def test_compute_capability_10_3_needs_a_newer_cudnn(card, monkeypatch):
 
 def test_rules_that_jax_moved_or_changed_are_a_sentence(card, monkeypatch):
     monkeypatch.setattr(binding, "_dot_product_attention_bwd_rule", lambda res, grad: None)
-    with pytest.raises(KernelError, match="other parameters than those known here"):
+    with pytest.raises(KernelError, match="parameters that this module does not know"):
         _refused()
     monkeypatch.delattr(binding, "_dot_product_attention_fwd_rule")
     with pytest.raises(KernelError, match="has no rules for cuDNN's attention"):
@@ -182,7 +182,7 @@ def test_a_gpu_that_is_not_of_this_process_is_left_to_xla(card, monkeypatch):
 
 def test_a_mesh_without_devices_is_left_to_xla(card):
     mesh, inputs = jax.sharding.AbstractMesh((1,), ("data",)), arrays()
-    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(KernelError, match="the mesh in scope has none"):
+    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(KernelError, match="the mesh in scope is abstract"):
         _refused(inputs)
 
 

@@ -144,7 +144,9 @@ def test_rows_are_dealt_out_so_that_they_fit_and_fill_the_machine():
 
 @needs_gpu_interpreter
 @pytest.mark.parametrize(
-    ("columns", "words"), [(1000, "whole 128 columns"), (128 * 217, "shared memory")], ids=["ragged", "backward"]
+    ("columns", "words"),
+    [(1000, "a multiple of 128 columns"), (128 * 217, "shared memory")],
+    ids=["ragged", "backward"],
 )
 def test_what_the_gpu_kernel_cannot_do_it_says(columns, words):
     y = jnp.zeros((1, columns))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -298,3 +298,10 @@ def _reduce_backward(
 
 
 _reduce.defvjp(_reduce_forward, _reduce_backward)
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        new = "; it is now 'Arguments'" if name == "Given" else ""
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'{new}")

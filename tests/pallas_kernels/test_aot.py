@@ -1,4 +1,4 @@
-"""Compilers without devices, and the gate on what they say."""
+"""Compilers without devices, and the gate on their reports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _double(block):
     return pl.pallas_call(kernel, out_shape=X, grid=(16 // block[0],), in_specs=[spec], out_specs=spec)
 
 
-def test_products_that_triton_would_have_to_try_are_compiled_by_cublas_and_that_is_said(caplog):
+def test_products_that_need_triton_autotuning_use_cublas_with_a_warning(caplog):
     option_sets = []
 
     class Lowered:
@@ -58,7 +58,7 @@ def test_the_gate_refuses_a_function_without_a_kernel():
 
 
 @pytest.mark.gpu_aot
-def test_the_gate_reads_what_ptxas_says_and_refuses_too_much_shared_memory():
+def test_the_gate_reads_the_report_of_ptxas_and_refuses_too_much_shared_memory():
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     def copy(rows):
@@ -98,7 +98,7 @@ def test_a_report_names_its_problem(change, message):
     "topology, message",
     [("v9:2x2", "no hardware 'v9:2x2'"), ("h300", "no hardware 'h300'"), ("", "no hardware ''")],
 )
-def test_unknown_hardware_is_named_with_what_there_is(topology, message):
+def test_the_error_for_unknown_hardware_lists_the_known_names(topology, message):
     with pytest.raises(KernelError, match=f"{message}; name one of v4, v5e.*h200"):
         aot.devices_of(topology)
 
@@ -133,7 +133,7 @@ def test_the_tuner_finds_a_tile_that_compiles_for_every_key(op):
     assert {(f["device"], f["from"]) for f in entries} == {("TPU v5 lite", "compiled")}
 
 
-def test_a_tile_on_trial_is_what_is_looked_up():
+def test_lookup_returns_the_tile_that_is_tried():
     before = tiles.lookup("blockwise", "TPU v5 lite", form="matrix")
     with tiles.trying("blockwise", {"bytes": 1}):
         assert tiles.lookup("blockwise", "TPU v5 lite", form="matrix") == {"bytes": 1}

@@ -1,4 +1,4 @@
-"""What ops make of integers that int32 does not hold, of positions at its ends, and of numbers that are none."""
+"""Integers that do not fit in int32, positions at its limits, and arguments that are not numbers."""
 
 from __future__ import annotations
 

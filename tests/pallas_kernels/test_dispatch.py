@@ -1,4 +1,4 @@
-"""Dispatch: the platform that a program is lowered for decides, and what was decided can be read."""
+"""Dispatch: the platform that a program is lowered for decides, and the choice is recorded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _nowhere(target: Target, **case) -> str | None:
 
 
 def _toy(supported=_nowhere) -> tuple[Implementation, ...]:
-    """Three ways to be told apart by their factor."""
+    """Return three implementations that multiply by different factors."""
     times = lambda k: lambda target, x, **case: x * k  # noqa: E731
     return (
         Implementation("mosaic_tpu", ("tpu",), supported, times(3.0)),
@@ -34,7 +34,7 @@ def empty_record():
 
 
 def _trace(ways, case):
-    """Dispatches without running: there may be no such device."""
+    """Dispatch without running: the device need not exist."""
     jax.eval_shape(lambda x: dispatch.dispatch("toy", ways, (x,), case), jax.ShapeDtypeStruct((4,), jnp.float32))
 
 
@@ -58,14 +58,14 @@ def test_a_device_in_scope_decides_for_its_own_platform():
     assert [(c.kind, c.implementation) for c in dispatch.chosen("toy")] == [("NVIDIA H200", "mosaic_gpu")]
 
 
-def test_the_record_says_why_not():
+def test_the_record_has_the_reasons():
     with dispatch.on_device("TPU v5 lite"):
         _trace(_toy(lambda target, **case: f"{target.kind} is too old"), {})
     (choice,) = dispatch.chosen("toy")
     assert str(choice) == "toy on TPU v5 lite: xla; not mosaic_tpu: TPU v5 lite is too old"
 
 
-def test_what_is_supported_may_depend_on_the_case():
+def test_support_may_depend_on_the_case():
     refuse = lambda target, *, size: "size 3 is odd" if size % 2 else None  # noqa: E731
     for size, expected in ((3, "xla"), (4, "mosaic_tpu")):
         dispatch.forget()
@@ -107,7 +107,7 @@ def test_a_trace_made_interpreted_is_not_reused_outside():
 
 
 def _in_scope(kind, platform):
-    """A mesh of eight such devices, one axis, in scope."""
+    """Put a mesh of eight such devices, with one axis, in scope."""
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
     mesh = jax.sharding.AbstractMesh((8,), ("data",), (AxisType.Auto,), abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh)
@@ -143,7 +143,7 @@ def test_hopper_kernels_are_for_hopper(kind, message):
     assert message in (why or "") and bool(why) == bool(message)
 
 
-def test_too_few_threads_to_interpret_a_gpu_kernel_with_is_said(monkeypatch):
+def test_too_few_threads_to_interpret_a_gpu_kernel_raise(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr(jax, "device_count", lambda _: 1)
     with pytest.raises(KernelError, match="takes 4 threads.*jax_num_cpu_devices"):
@@ -151,7 +151,7 @@ def test_too_few_threads_to_interpret_a_gpu_kernel_with_is_said(monkeypatch):
     assert Target("NVIDIA H200", "cuda").gpu() == {}
 
 
-def test_on_a_gpu_without_its_kernel_what_runs_is_said_once(caplog, monkeypatch):
+def test_on_a_gpu_without_a_kernel_the_choice_is_logged_once(caplog, monkeypatch):
     gpu = Implementation("mosaic_gpu", ("cuda",), lambda target, **_: "it is written for Hopper", lambda *_: None)
     ways = (gpu, Implementation("xla", (), lambda target, **_: None, lambda target, x: x))
     dispatch.forget()
@@ -164,7 +164,7 @@ def test_on_a_gpu_without_its_kernel_what_runs_is_said_once(caplog, monkeypatch)
     assert lines == ["toy on NVIDIA A100-SXM4-80GB: xla; not mosaic_gpu: it is written for Hopper"]
 
 
-def test_on_an_amd_gpu_what_runs_is_said_once(caplog):
+def test_on_an_amd_gpu_the_choice_is_logged_once(caplog):
     dispatch.forget()
     for _ in range(2):
         with dispatch.on_device("AMD Instinct MI300X"):

@@ -1,4 +1,4 @@
-"""The check of a device: every verdict can occur, nothing that a process does stops the others, and faults withdraw."""
+"""The check of a device: every verdict occurs, no process stops the others, and faults withdraw kernels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_verdict_occurs(f, verdict, monkeypatch):
     assert row["verdict"] == verdict
 
 
-def test_results_that_may_vary_are_no_fault_and_their_spread_is_told(monkeypatch):
+def test_results_that_may_vary_are_ok_and_have_a_spread(monkeypatch):
     monkeypatch.setattr(device_check, "may_vary", lambda work, backend, part: True)
     (row,) = device_check.check(misbehaving.work(unlike), "xla", program(unlike, 3), poison=misbehaving.poison)
     assert row["verdict"] == "ok" and not row["same"] and 0 < row["spread"] < 1e-6
@@ -114,7 +114,7 @@ def test_a_process_that_dies_or_hangs_loses_the_case_it_was_in():
     assert hangs.startswith("crashed: hung: no answer in")
 
 
-def test_what_is_left_at_the_deadline_had_no_time():
+def test_tasks_left_at_the_deadline_have_no_time():
     assert _verdicts(4, limit=60, deadline=1.0)[2:] == ["no time", "no time"]
 
 
@@ -139,7 +139,7 @@ def test_the_reason_of_a_death_is_not_what_jax_says_on_starting(before, after, w
         process.answer(30)
 
 
-def test_what_is_under_way_when_workers_are_stopped_had_no_time():
+def test_tasks_in_progress_when_workers_stop_have_no_time():
     tasks, rows = queue.SimpleQueue(), []
     tasks.put(Task(2, {"op": "toy", "feature": "2", "dtype": "float32", "large": False}, ("y",), ("xla",)))
     process = Process([sys.executable, "-S", "-c", STUB], os.environ)
@@ -179,7 +179,7 @@ HANGS_AT_1 = STUB.replace("say({})", f"say(json.loads({json.dumps(ABOUT)!r}))").
 
 @pytest.fixture
 def stub(monkeypatch):
-    """The command's processes are stubs of which the second of three cases hangs."""
+    """Replace the command's processes by stubs, which hang in the second of three cases."""
     made = lambda *_: Process([sys.executable, "-S", "-c", HANGS_AT_1], os.environ)  # noqa: E731
     monkeypatch.setattr(on_device, "Process", made)
 
@@ -194,7 +194,7 @@ def test_rows_that_were_not_reached_are_a_status_of_their_own(stub, tmp_path, ca
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_has_no_rows_of_what_was_under_way(stub, number, tmp_path, capsys, monkeypatch):
+def test_an_interrupted_run_has_no_rows_of_unfinished_tasks(stub, number, tmp_path, capsys, monkeypatch):
     out = tmp_path / "rows.jsonl"
     record = on_device.Journal.record
 
@@ -230,7 +230,7 @@ def table(tmp_path, monkeypatch):
 
 
 def test_every_row_has_an_entry_that_withdraws_what_it_ran(table):
-    """By the ops' own static cases, so that a name in an entry is one that they have."""
+    """Uses the ops' own static cases, so that names in an entry exist."""
     once = {(w.op, *w.parts): w for w in parity.works() if w.dtype == "bfloat16"}
     for work in once.values():
         made = work.make(None)
@@ -250,7 +250,7 @@ def _row(verdict, part="dq", backend="mosaic_gpu"):
     return names | {"verdict": verdict}
 
 
-def test_withdrawing_says_what_it_wrote_and_leaves_the_rest(table, tmp_path, capsys):
+def test_withdrawing_prints_its_entries_and_leaves_the_rest(table, tmp_path, capsys):
     rows = [_row("WRONG"), _row("UNWRITTEN", "dk"), _row("ok", "out"), _row("WRONG", backend="xla")]
     rows += [_row("crashed: run", "out"), _row("no time", "lse")]
     out = tmp_path / "rows.jsonl"
@@ -279,7 +279,7 @@ def test_withdrawing_says_what_it_wrote_and_leaves_the_rest(table, tmp_path, cap
         (f'{json.dumps({"run": RUN})}\n{{"op"\n{{}}\n', "line 2 is no JSON"),
     ],
 )
-def test_withdrawing_refuses_what_is_no_file_of_a_run(content, message, table, tmp_path, capsys):
+def test_withdrawing_refuses_a_file_of_another_kind(content, message, table, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     if content is not None:
         out.write_text(content)

@@ -1,4 +1,4 @@
-"""The parity table: every backend agrees with float64 as well as a plain implementation, and the table says so."""
+"""The parity table: every backend is as exact as a plain implementation, and the committed table shows it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HERE = tuple(b for b in BACKENDS if b != "mosaic_gpu" or dispatch.JAX_VERSION >=
 
 
 def _sample(dtype: str) -> list[Case]:
-    """What takes long is left to the table: float16, what is large, and attention, whose own tests compare pairs of
+    """Slow cases are left to the table: float16, large arrays, and attention, whose own tests compare pairs of
     features in the same way."""
     attention = lambda c: c.op == "flash_attention"  # noqa: E731
     return [c for c in CASES.values() if c.dtype == dtype and "large" not in c.feature and not attention(c)]
@@ -39,7 +39,7 @@ def test_the_committed_table_holds_nothing_wrong():
     assert {cells[-1].partition(":")[0] for cells in committed().values()} == {"ok", "not supported"}
 
 
-def test_the_table_can_be_asked():
+def test_the_table_can_be_queried():
     rows = parity(op="blockwise", backend="mosaic_tpu", dtype="bfloat16")
     assert rows and {r["backend"] for r in rows} == {"mosaic_tpu"} and {r["dtype"] for r in rows} == {"bfloat16"}
     assert all(float(r["error"]) >= 0 for r in rows if r["verdict"] == "ok")

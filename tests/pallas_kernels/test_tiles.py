@@ -45,6 +45,6 @@ def test_writing_replaces_the_same_key_and_keeps_the_rest(table):
     assert len(json.loads(table.read_text())) == 3
 
 
-def test_an_op_without_a_table_says_how_to_make_one(table):
+def test_the_error_for_an_op_without_a_table_names_the_command(table):
     with pytest.raises(KernelError, match="has no entries; run python -m pallas_kernels.tune nothing"):
         tiles.lookup("nothing", "NVIDIA H200")

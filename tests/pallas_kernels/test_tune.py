@@ -20,7 +20,7 @@ LOG_LINE = {"op": "made_up", "device": "cpu", "key": KEY, "source": "measured"}
 
 @pytest.fixture
 def made_up(monkeypatch):
-    """An op whose tiles are: right and slow, right and fast, wrong and fast, one that does not run."""
+    """Make an op with a slow tile, a wrong and fast one, one that does not run, and a fast one."""
 
     def build(platform, key, tile):
         def fn(x):
@@ -49,7 +49,7 @@ def test_the_fastest_tile_with_the_first_ones_result_is_used(made_up):
     assert "'broken'}: does not run: no such tile" in lines[2]
 
 
-def test_what_was_tried_is_not_tried_again(made_up):
+def test_known_tiles_are_not_tried_again(made_up):
     known = [{"kind": "slow"}, {"kind": "broken"}]
     tried = trials.attempts("made_up", "v5e", KEY, known=known, say=lambda line: None)
     assert [a.tile["kind"] for a in tried] == ["wrong and fast", "fast"]
@@ -59,7 +59,7 @@ def state(tile, what="begun", worker=0):
     return {"state": what, "at": 9e9, "worker": worker, "device": "cpu", "op": "made_up", "key": KEY, "tile": tile}
 
 
-def test_a_log_knows_what_is_under_way(tmp_path):
+def test_a_log_returns_attempts_and_candidates_in_progress(tmp_path):
     log = tune.Log(tmp_path / "tried.jsonl")
     lost, done = {"kind": "slow"}, {"kind": "fast"}
     for tile in (lost, done):
@@ -77,7 +77,7 @@ def test_a_log_of_an_older_version_is_read(tmp_path):
     assert [a.source for a in log.read()[0]] == ["x"]
 
 
-def test_what_was_under_way_when_the_time_was_over_is_tried_again(tmp_path):
+def test_candidates_in_progress_when_time_ran_out_are_tried_again(tmp_path):
     log = tune.Log(tmp_path / "tried.jsonl")
     log.add(state({"kind": "slow"}))
     log.add({"over": 0.0})

@@ -1,4 +1,4 @@
-"""Withdrawn kernels: an entry of `withdrawn.json` takes its case from dispatch, and nothing else."""
+"""Withdrawn kernels: dispatch skips the case of an entry of `withdrawn.json`, and no other case."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def one_entry(tmp_path, monkeypatch):
 
 
 def _chosen(case, kind="NVIDIA H200", op="toy", named=None):
-    """What is chosen for a device that need not be here, and why not another."""
+    """Return the choice for a device that need not exist."""
     with dispatch.on_device(kind), dispatch.choosing() as choices:
         x = jax.ShapeDtypeStruct((4,), jnp.float32)
         jax.eval_shape(lambda x: dispatch.dispatch(op, WAYS, (x,), case, named), x)
@@ -65,7 +65,7 @@ def test_other_cases_stay(other):
     assert _chosen(CASE | other).implementation == "mosaic_gpu"
 
 
-def test_what_an_entry_does_not_name_does_not_matter():
+def test_arguments_that_an_entry_does_not_name_do_not_matter():
     assert _chosen(CASE | {"dtype": "float16"}).implementation == "xla"
 
 
@@ -99,7 +99,7 @@ def test_interpreted_ones_run():
     np.testing.assert_array_equal(got, 5.0)
 
 
-def test_what_everything_falls_back_to_cannot_be_withdrawn():
+def test_the_last_implementation_cannot_be_withdrawn():
     withdrawn.write([ENTRY | {"implementation": "xla", "case": {}}])
     assert _chosen(CASE).implementation == "xla"
 
@@ -123,7 +123,7 @@ def test_an_entry_with_other_fields_is_an_error():
         _chosen(CASE)
 
 
-def test_writing_adds_what_is_new():
+def test_writing_adds_new_entries():
     other = ENTRY | {"case": {"dtype": "float16"}}
     assert withdrawn.write([ENTRY | {"why": "again"}, other]) == [other]
     assert list(withdrawn.entries()) == json.loads(withdrawn.FILE.read_text()) == [ENTRY, other]

@@ -1,4 +1,4 @@
-"""The closed forms against tables of values, everywhere and at every decision between two codes."""
+"""The closed forms against tables of values, on a grid and at every boundary between two codes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.pallas_kernels.blockwise.vectors import VECTORS
 CODECS = [c for pair in FORMATS.values() for c in pair]
 NAMES = [f"{c.name} {'signed' if c.signed else 'unsigned'}" for c in CODECS]
 ROUNDING = 2e-6
-"""Relative: a decision within a few float32 roundings of a tie may go either way."""
+"""Relative tolerance: near a tie, within a few float32 roundings, either code is right."""
 
 every_codec = pytest.mark.parametrize("code", CODECS, ids=NAMES)
 
 
 def _excess(code, x):
-    """How much farther than the nearest value the chosen one is, relative to x."""
+    """Return how much farther than the nearest value the chosen one is, relative to x."""
     values, x = code.values(), np.asarray(x, np.float32).astype(np.float64)
     got = np.asarray(jax.jit(code.decode)(jax.jit(code.encode)(jnp.asarray(x, jnp.float32))), np.float64)
     right = np.clip(np.searchsorted(values, x), 1, len(values) - 1)
@@ -118,7 +118,7 @@ def test_random_rounding_is_right_on_average(code):
 
 
 @every_codec
-def test_random_rounding_leaves_what_a_code_stands_for(code):
+def test_random_rounding_keeps_values_that_have_a_code(code):
     codes = code.at(jnp.arange(len(code.values())))
     for seed in range(5):
         got = encode_stochastic(code, code.decode(codes), jax.random.key(seed))

@@ -1,4 +1,4 @@
-"""Compiled for hardware that is not here, and lowered for it from a machine that has none."""
+"""Compiling and lowering for hardware that is not present."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TPU = {name: (fn, shapes) for name, fn, shapes in configurations("blockwise", "t
 @pytest.mark.parametrize(
     "name", ["adamw bfloat16 mlp, fsdp=8", "adamw float32 k stacked, fsdp=8", "lion bfloat16 linear"]
 )
-def test_the_gpu_kernel_compiles_without_spills_in_the_shared_memory_there_is(name):
+def test_the_gpu_kernel_compiles_without_spills_and_fits_in_shared_memory(name):
     fn, shapes = GPU[name]
     reports = kernel_reports(fn, *shapes)
     assert reports and not [r.problem for r in reports if r.problem]

@@ -1,4 +1,4 @@
-"""The TPU and the GPU kernel, interpreted, against the XLA formulation."""
+"""The TPU and the GPU kernel, interpreted, against the XLA implementation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _agree(rule, shape, tile, implementation, *dtypes, races=False, format="dyna
     ],
     ids=str,
 )
-def test_the_tpu_kernel_gives_what_xla_gives(shape, tile, monkeypatch):
+def test_the_tpu_kernel_agrees_with_xla(shape, tile, monkeypatch):
     monkeypatch.setattr(tpu, "lookup", lambda *_, **__: {"bytes": 2 * 12 * 64 * shape[-1]})  # a few blocks
     _agree(ADAMW, shape, tile, "mosaic_tpu")
 
@@ -73,7 +73,7 @@ def test_the_tpu_kernel_takes_other_formats_gradients_and_gives_updates():
     ],
     ids=str,
 )
-def test_the_gpu_kernel_gives_what_xla_gives_without_races(shape, tile, monkeypatch):
+def test_the_gpu_kernel_agrees_with_xla_without_races(shape, tile, monkeypatch):
     monkeypatch.setattr(gpu, "lookup", lambda *_, **__: {"pairs": 16})
     _agree(ADAMW, shape, tile, "mosaic_gpu", races=True)
 
@@ -108,7 +108,7 @@ CASE |= dict(param_dtype="float32", grad_dtype="float32")
     ],
 )
 @pytest.mark.parametrize("module, kind", [(tpu, "TPU v5 lite"), (gpu, "NVIDIA H200")], ids=["tpu", "gpu"])
-def test_what_a_kernel_cannot_do_it_says_in_a_sentence(module, kind, changed, message):
+def test_the_reason_for_an_unsupported_case_is_one_sentence(module, kind, changed, message):
     why = module.supported(Target(kind, "tpu" if module is tpu else "cuda"), **(CASE | changed))
     if module is gpu and JAX_VERSION < (0, 11):
         message = "jax 0.11"

@@ -1,4 +1,4 @@
-"""Arrays through eight bits and back, in both forms, and which tile a parameter gets."""
+"""Quantising and dequantising arrays in both forms, and the choice of a parameter's tile."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_rows_are_joined_only_where_a_tile_has_too_few_numbers(width):
         (lambda x: tile_for((4, 4), ("embed",)), "name 1 dimensions"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_a_sentence(wrong, message):
+def test_arguments_that_do_not_fit_raise_one_sentence(wrong, message):
     with pytest.raises(KernelError, match=message) as caught:
         wrong(_normal(4, 256))
     assert "\n" not in str(caught.value)

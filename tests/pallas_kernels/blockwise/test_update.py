@@ -1,4 +1,4 @@
-"""The fused step against bitsandbytes' steps, against optax and against itself spelled out in float64."""
+"""The fused step against bitsandbytes' steps, against optax and against its formula in float64."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_steps_of_adamw_are_those_of_bitsandbytes(t, flat):
 
 
 def _optax(name):
-    """The transformation a rule equals, and where its state holds ours."""
+    """Return the optax transformation of a rule, and where its state has ours."""
     s = SCALARS
     adam = dict(b1=s["b1"], b2=s["b2"], eps=s["eps"])
     return {
@@ -194,7 +194,7 @@ def test_rules_are_found_by_their_names():
     ],
     ids=lambda v: v[:40] if isinstance(v, str) else "-".join(v),
 )
-def test_what_does_not_fit_is_refused_in_a_sentence(change, message):
+def test_arguments_that_do_not_fit_raise_one_sentence(change, message):
     p, g, states = make(ADAMW, (4, 256), (2, 128))
     arguments = dict(scalars=scalars_of(ADAMW), param=p, grad=g, states=states)
     for key, f in change.items():

@@ -1,4 +1,4 @@
-"""The kernels: values and gradients interpreted with race detection, what they refuse, compiling, and who gets them."""
+"""The kernels: values and gradients interpreted with race detection, unsupported cases, compiling, and dispatch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def small_tiles(request):
 
 
 def arrays(n, v, width, dtype, w_dtype=None, w_layout="ve", seed=0):
-    """x, w, and a target for each token, some of which are in other pieces of the vocabulary."""
+    """Return x, w, and a target for each token; some targets are in other shards of the vocabulary."""
     random = np.random.default_rng(seed)
     x, w = (jnp.asarray(random.normal(size=s), jnp.float32) for s in ((n, width), (v, width)))
     x, w = x.astype(dtype), w.astype(w_dtype or dtype)
@@ -55,7 +55,7 @@ def arrays(n, v, width, dtype, w_dtype=None, w_layout="ve", seed=0):
 
 
 def truth(x, w, rows, logits):
-    """The log-sum-exp, the target's logit and the sum of all, in float64."""
+    """Return the log-sum-exp, the target's logit and the sum of logits, in float64."""
     x, w, rows = np.asarray(x, np.float64), np.asarray(w.astype(x.dtype), np.float64), np.asarray(rows)
     y = x @ (w.T if logits.w_layout == "ve" else w)
     y = y if logits.softcap is None else logits.softcap * np.tanh(y / logits.softcap)
@@ -134,7 +134,7 @@ def test_its_loss_and_gradients_are_those_of_xla(implementation):
     ],
     ids=["tpu x", "tpu w", "tpu width", "tpu nothing", "gpu x", "gpu w", "gpu width", "gpu vocabulary", "gpu nothing"],
 )
-def test_what_it_cannot_do_it_says(implementation, changes, words):
+def test_an_unsupported_case_raises_with_the_reason(implementation, changes, words):
     if implementation == "mosaic_gpu" and JAX_VERSION < (0, 11):
         words = "kernels for GPUs need jax 0.11"
     case = {"n": 8, "v": 1024, "width": 64, "dtype": "bfloat16"} | changes
@@ -151,7 +151,7 @@ def test_what_it_cannot_do_it_says(implementation, changes, words):
 
 @pytest.mark.gpu_aot
 @pytest.mark.parametrize("name", ["bfloat16 4096 ve 128256 softcap sum", "bfloat16 4096 ev 50304"])
-def test_the_gpu_kernel_compiles_without_spills_in_the_shared_memory_there_is(name):
+def test_the_gpu_kernel_compiles_without_spills_and_fits_in_shared_memory(name):
     fn, shapes = GATE[name]
     reports = kernel_reports(fn, *shapes)
     assert reports and not [r.problem for r in reports if r.problem]

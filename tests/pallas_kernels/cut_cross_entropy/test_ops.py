@@ -1,4 +1,4 @@
-"""What the cut loss promises besides its values: memory, targets, pieces, the filter's report, and what it refuses."""
+"""The cut loss besides its values: memory, targets, shards, the filter's report, and errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import chosen
+from pallas_kernels import chosen, cut_cross_entropy
 from pallas_kernels.cut_cross_entropy import (
     NAMES,
     Logits,
@@ -140,7 +140,7 @@ def test_pieces_of_the_vocabulary_merge_to_the_whole_gradients_too():
         close(run(count, implementation, x, w, targets), want)
 
 
-def test_the_weights_gradient_has_the_type_that_is_asked_for():
+def test_the_weights_gradient_has_the_requested_dtype():
     x, w, targets = arrays(jnp.bfloat16)
     slopes = Merged(jnp.ones(N), -jnp.ones(N), None)
     f = lambda dtype: gradients(x, w, targets, jnp.full(N, 5.0), slopes, Logits(), dw_dtype=dtype)[1]  # noqa: E731
@@ -153,7 +153,7 @@ def test_the_weights_gradient_has_the_type_that_is_asked_for():
 
 
 def blocks_below(x, w, targets, threshold):
-    """The share of 8 x 10 blocks of probabilities less labels that nowhere exceed a threshold, in float64."""
+    """Return the share of 8 x 10 blocks of probabilities less labels that nowhere exceed a threshold, in float64."""
     logits = np.float64(x) @ np.float64(w).T
     share = np.exp(logits - logits.max(1, keepdims=True))
     share /= share.sum(1, keepdims=True)
@@ -170,7 +170,7 @@ def test_the_filters_report_is_what_is_below_the_threshold():
         assert 0.02 < share < 0.9
 
 
-def test_what_is_filtered_changes_a_gradient_by_less_than_the_threshold_and_by_something():
+def test_the_filter_changes_a_gradient_by_less_than_the_threshold_but_not_by_nothing():
     x, w, targets = arrays(spread=3.0)
     f = lambda x, **options: linear_cross_entropy(x, w, targets, **options).sum()  # noqa: E731
     exact, got = (jax.jit(jax.grad(functools.partial(f, filter=share)))(x) for share in (None, 1e-2))
@@ -210,7 +210,7 @@ def test_a_policy_that_saves_its_name_keeps_the_forward_from_running_again():
     assert count(jax.checkpoint(f, policy=policy)) == count(f) < count(jax.checkpoint(f))
 
 
-def test_what_ran_is_on_record():
+def test_the_choice_is_recorded():
     jax.eval_shape(linear_cross_entropy, *arrays())
     assert chosen("linear_cross_entropy")[-1].implementation == "xla"
 
@@ -247,7 +247,7 @@ X, W, T = jnp.zeros((6, 4)), jnp.zeros((9, 4)), np.zeros(6, np.int32)
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) and isinstance(x[0], str) else "",
 )
-def test_what_does_not_fit_is_refused_in_a_sentence(inputs, options, words):
+def test_arguments_that_do_not_fit_raise_one_sentence(inputs, options, words):
     with pytest.raises(KernelError) as caught:
         linear_cross_entropy(*inputs, **options)
     message = str(caught.value)
@@ -265,3 +265,8 @@ def test_either_axis_may_be_the_vocabulary_of_a_square_weight():
     f = lambda w, n: jax.jit(functools.partial(linear_cross_entropy, w_layout=n))(x, w, targets)  # noqa: E731
     ve, ev = f(w, "ve"), f(w.T, "ev")
     close(ve, ev)
+
+
+def test_the_old_name_of_arguments_is_answered_with_the_new_one():
+    with pytest.raises(AttributeError, match="no attribute 'Given'; it is now 'Arguments'"):
+        cut_cross_entropy.Given  # noqa: B018

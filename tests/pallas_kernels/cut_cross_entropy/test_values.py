@@ -1,4 +1,4 @@
-"""Values and gradients against float64 and optax, over options of which every two meet."""
+"""Values and gradients against float64 and optax, over every pair of options."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ CASES = {
 
 @interpreter
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_it_is_as_exact_as_plain_and_pages_that_nobody_sees_may_be_nan(case):
+def test_it_is_as_exact_as_plain_and_invisible_pages_may_be_nan(case):
     with interpreted(races=True), tiles.trying("decode_attention", TILE):
         check(*make(case, pages=True), implementation="mosaic_gpu")
 
@@ -59,7 +59,7 @@ SHAPES = {"q": (2, 1, 8, 128), "k": (64, 16, 2, 128), "v": (64, 16, 2, 128)}
     ],
     ids=["float32", "width", "values", "queries", "page"],
 )
-def test_what_it_cannot_do_it_says(change, message):
+def test_an_unsupported_case_raises_with_the_reason(change, message):
     shapes = SHAPES | {n: x for n, x in change.items() if n in SHAPES}
     q, k, v = (None if s is None else jnp.ones(s, change.get("dtype", "bfloat16")) for s in shapes.values())
     options = {"lengths": np.array([3, 5]), "tables": np.zeros((2, 32), int), "value_dim": 64 if v is None else None}
@@ -69,7 +69,7 @@ def test_what_it_cannot_do_it_says(change, message):
 
 @pytest.mark.gpu_aot
 @pytest.mark.parametrize("name", ["128/128 pages of 16, window, 4 queries"])
-def test_it_compiles_without_spills_in_the_shared_memory_there_is(name):
+def test_it_compiles_without_spills_and_fits_in_shared_memory(name):
     fn, shapes = next((fn, shapes) for n, fn, shapes in configurations("decode_attention", "gpu") if n == name)
     reports = kernel_reports(fn, *shapes)
     assert reports and not [r.problem for r in reports if r.problem]

@@ -1,4 +1,4 @@
-"""Attention to a cache: XLA's form against float64, parts that merge, what it refuses."""
+"""Attention to a cache: XLA's implementation against float64, merging parts, errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ finite = lambda lse: np.where(np.isneginf(lse), 0, lse)  # noqa: E731
 
 
 def check(arrays, options, **kwargs):
-    """As exact as a plain implementation, and -inf where that is."""
+    """Assert that it is as exact as a plain implementation, and -inf in the same places."""
     run = jax.jit(lambda a, p, t: decode_attention(*a, **options | {"positions": p, "tables": t}, **kwargs))
     got = run(arrays, options["positions"], options["tables"])
     want, simple = truth(arrays, options), jax.jit(lambda a: plain(a, options))(arrays)
@@ -31,7 +31,7 @@ def check(arrays, options, **kwargs):
 
 
 @pytest.mark.parametrize("case", parameters(CASES))
-def test_it_is_as_exact_as_plain_and_what_nobody_sees_may_be_nan(case, monkeypatch):
+def test_it_is_as_exact_as_plain_and_invisible_values_may_be_nan(case, monkeypatch):
     if CASES.index(case) % 2:
         monkeypatch.setattr(xla, "CHUNK_BYTES", 1)  # 32 keys at a time, the least
     check(*make(case), implementation="xla")
@@ -40,14 +40,14 @@ def test_it_is_as_exact_as_plain_and_what_nobody_sees_may_be_nan(case, monkeypat
 @pytest.mark.parametrize(
     "case", [*parameters(CASES[:2]), *(pytest.param(c, marks=pytest.mark.once, id=name_of(c)) for c in CASES[2:])]
 )
-def test_a_maximum_that_is_given_changes_nothing(case, monkeypatch):
+def test_the_option_maximum_does_not_change_results(case, monkeypatch):
     monkeypatch.setattr(xla.lax, "cond", lambda near, guess, anew: guess())  # without the way out
     check(*make(case), implementation="xla", maximum=1.5)
 
 
 @pytest.mark.parametrize("maximum", [-300.0, 300.0], ids=["too low", "too high"])
-def test_where_a_given_maximum_is_too_far_all_is_computed_anew(maximum):
-    """exp(300) is no float32, and nothing is left of exp(-300)."""
+def test_with_a_maximum_too_far_off_everything_is_computed_again(maximum):
+    """exp(300) overflows float32, and exp(-300) underflows."""
     arrays, options = make(CASES[0])
     check(arrays, options, implementation="xla", maximum=maximum)
     alone = jax.jit(lambda: decode_attention(*arrays, **options, implementation="xla"))()
@@ -121,7 +121,7 @@ ARRAYS = {"q": (2, 1, 4, 16), "k": (2, 32, 2, 16), "v": (2, 32, 2, 16)}
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
 )
-def test_what_does_not_fit_is_one_sentence(change, message):
+def test_arguments_that_do_not_fit_raise_one_sentence(change, message):
     shapes = ARRAYS | {n: change[n] for n in ARRAYS if n in change}
     arrays = (None if s is None else jnp.ones(s, change.get("dtype", jnp.float32)) for s in shapes.values())
     options = {n: x for n, x in change.items() if n not in (*ARRAYS, "dtype")}
@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_one_sentence(change, message):
 
 
 @pytest.mark.parametrize("mode", [jax.grad, jax.jacfwd], ids=["reverse", "forward"])
-def test_it_has_no_gradient_and_says_so(mode):
+def test_differentiating_it_raises(mode):
     k = jnp.ones(ARRAYS["k"])
     f = lambda q: decode_attention(q, k, k, lengths=np.array([3, 5]))[0].sum()  # noqa: E731
     with pytest.raises(KernelError, match="no gradient.*flash_attention"):

@@ -23,7 +23,7 @@ GATE = {name: (fn, shapes) for name, fn, shapes in configurations("decode_attent
 
 
 @pytest.mark.parametrize("case", parameters(CASES))
-def test_it_is_as_exact_as_plain_and_what_nobody_sees_may_be_nan(case, capsys):
+def test_it_is_as_exact_as_plain_and_invisible_values_may_be_nan(case, capsys):
     kv = case["heads"][1]
     with interpreted(races=True), tiles.trying("decode_attention", {"columns": 16 * kv, "workers": 2}):
         check(*make(case), implementation="mosaic_tpu")
@@ -44,12 +44,12 @@ def test_any_split_of_the_keys_is_the_same(workers):
     [
         ({"dtype": "float16"}, "XLA converts float16"),
         ({"kv": 1}, "a single key head"),
-        ({"n": 100}, "400 rows, and a kernel has 256"),
+        ({"n": 100}, "400 rows, and a kernel takes at most 256"),
         ({"entries": 100000}, "bytes of scalar memory"),
     ],
     ids=["float16", "key head", "queries", "table"],
 )
-def test_what_it_cannot_do_it_says(change, words):
+def test_an_unsupported_case_raises_with_the_reason(change, words):
     dtype, kv, n = change.get("dtype", "float32"), change.get("kv", 2), change.get("n", 1)
     q, k = (jax.ShapeDtypeStruct(s, dtype) for s in ((2, n, 4, 64), (9, 16, kv, 64)))
     tables = np.zeros((2, change.get("entries", 3)), np.int32)

@@ -1,4 +1,4 @@
-"""cuDNN without a GPU: which calls a program lowered for one holds, what they mean, and what is refused.
+"""cuDNN without a GPU: the calls in a program lowered for one, their meaning, and unsupported cases.
 
 cuDNN itself runs nowhere here. Where values are compared, its two calls are replaced by what they are documented to
 compute (`jax.nn.dot_product_attention`; Dao 2023, section 3), and all that JAX and we put around them is the real code.
@@ -29,7 +29,7 @@ MASKS = [{}, *({"causal": True, "window": window} for window in (None, 1, 7, 99)
 
 @pytest.fixture
 def card(monkeypatch):
-    """Sets the GPU that this process seems to have, with cuDNN 9.15."""
+    """Return a function that sets the GPU which this process seems to have, with cuDNN 9.15."""
 
     def insert(kind):
         monkeypatch.setattr(dispatch, "device", lambda: Target(kind, "cuda"))
@@ -55,7 +55,7 @@ def calls(text):
 
 
 def eqns(jaxpr, name):
-    """The parameters of every equation of that primitive, within others as well."""
+    """Return the parameters of every equation of a primitive, including nested ones."""
     inner = [j for e in jaxpr.eqns for j in jax.extend.core.jaxprs_in_params(e.params)]
     return [e.params for e in jaxpr.eqns if e.primitive.name == name] + [p for j in inner for p in eqns(j, name)]
 
@@ -126,7 +126,7 @@ IDS = np.ones((B, S), np.int32)
     ],
     ids=lambda x: " ".join(x) if isinstance(x, dict) else "",
 )
-def test_what_cudnn_does_not_do_is_refused_by_name_and_left_to_xla_otherwise(shapes, options, words, card):
+def test_an_unsupported_case_raises_for_cudnn_by_name_and_runs_on_xla_otherwise(shapes, options, words, card):
     inputs = arrays(**shapes)
     with pytest.raises(KernelError, match=re.escape(words)) as caught:
         _refused(inputs, **options)
@@ -171,7 +171,7 @@ def test_rules_that_jax_moved_or_changed_are_a_sentence(card, monkeypatch):
     with pytest.raises(KernelError, match="parameters that this module does not know"):
         _refused()
     monkeypatch.delattr(binding, "_dot_product_attention_fwd_rule")
-    with pytest.raises(KernelError, match="has no rules for cuDNN's attention"):
+    with pytest.raises(KernelError, match="does not have the rules for cuDNN's attention"):
         _refused()
 
 
@@ -193,7 +193,7 @@ PUBLIC = functools.partial(jax.nn.dot_product_attention, scale=0.3)
 
 
 def of_jax(options):
-    """The public function's arguments for one of `MASKS`."""
+    """Return the public function's arguments for one of `MASKS`."""
     window = options.get("window") or S
     expected = {"is_causal": options.get("causal", False)}
     return expected | ({"local_window_size": (window - 1, 0)} if window < S else {})
@@ -223,7 +223,7 @@ def test_the_public_function_computed_by_xla_is_the_reference(options):
 
 
 def _scores(q, k, scale, mask_type, window):
-    """(B, H, S, T) of float32, -inf where cuDNN sees nothing: later keys, and those `window` or more before."""
+    """Return float32 (B, H, S, T), -inf where cuDNN masks: later keys, and those `window` or more before."""
     k = jnp.repeat(k, q.shape[2] // k.shape[2], 2).astype(jnp.float32)
     scores = jnp.einsum("bsnd,btnd->bnst", q.astype(jnp.float32), k) * scale
     i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])
@@ -257,7 +257,7 @@ def _backward(q, k, v, *others, scale, mask_type, sliding_window_length, **_):
 
 @pytest.fixture
 def stand_ins(card, monkeypatch):
-    """Both of cuDNN's calls by what they are documented to compute; JAX's rules around them are its own."""
+    """Replace both of cuDNN's calls by their documented results, under JAX's own rules."""
     for name, meaning in (("fwd", _forward), ("bwd", _backward)):
         monkeypatch.setattr(binding, f"_dot_product_attention_{name}_p_wrapper", types.SimpleNamespace(bind=meaning))
 
@@ -296,7 +296,7 @@ def test_under_vmap_cudnn_gets_a_larger_batch(card):
     assert len(made) == 2 and all(f"tensor<{3 * B}x{S}x{K}x{D}xbf16>" in line for line in made)
 
 
-def test_what_a_checkpoint_saves_by_name_is_not_computed_again(card):
+def test_residuals_that_a_checkpoint_policy_saves_are_not_recomputed(card):
     policy = jax.checkpoint_policies.save_only_these_names(*NAMES)
     saved = jax.checkpoint(functools.partial(loss, causal=True), policy=policy)
     jaxpr = jax.make_jaxpr(jax.grad(saved))(*arrays()).jaxpr

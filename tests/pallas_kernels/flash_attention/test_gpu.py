@@ -51,7 +51,7 @@ def arrays(s, t, h=2, kv=1, d=64):
 
 
 @interpreter
-def test_a_tile_that_nobody_sees_is_not_computed_with():
+def test_an_invisible_tile_is_not_computed():
     q, k, v = arrays(256, 256, h=1)
     ids = (np.arange(256) >= 128).astype(np.int32)[None]
     spoil = lambda x: x.at[:, 128:].set(jnp.nan)  # noqa: E731
@@ -112,7 +112,7 @@ def test_the_blocks_of_a_grid_walk_every_tile_of_every_head_once(shape):
     ids=["float32", "width", "bias", "values", "blocks"],
 )
 @interpreter
-def test_what_it_does_not_take_is_refused_with_the_reason(change, message):
+def test_an_unsupported_case_raises_with_the_reason(change, message):
     options = {n: x for n, x in change.items() if n not in ("dtype", "d", "dv")}
     q, k, v = (x.astype(change.get("dtype", x.dtype)) for x in arrays(256, 256, d=change.get("d", 64)))
     v = jnp.tile(v, change.get("dv", 64) // 64 or 1)
@@ -132,7 +132,7 @@ GATE = [
 
 @pytest.mark.gpu_aot
 @pytest.mark.parametrize("name", GATE)
-def test_it_compiles_without_spills_in_the_shared_memory_there_is(name):
+def test_it_compiles_without_spills_and_fits_in_shared_memory(name):
     fn, shapes = next((fn, shapes) for n, fn, shapes in configurations("flash_attention", "gpu") if n == name)
     reports = kernel_reports(fn, *shapes)
     assert reports and not [r.problem for r in reports if r.problem]
@@ -143,7 +143,7 @@ def test_it_compiles_without_spills_in_the_shared_memory_there_is(name):
     ("kind", "deterministic", "kernels"),
     [("NVIDIA H200", False, 2), ("NVIDIA H200", True, 3), ("NVIDIA A100", False, 0)],
 )
-def test_lowering_for_a_gpu_chooses_the_kernels_there_are(kind, deterministic, kernels):
+def test_lowering_for_a_gpu_chooses_its_kernels(kind, deterministic, kernels):
     def loss(q, k, v):
         return flash_attention(q, k, v, causal=True, deterministic=deterministic).astype(jnp.float32).sum()
 

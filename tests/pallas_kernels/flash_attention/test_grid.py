@@ -1,4 +1,4 @@
-"""The full grid is run by hand (`grid.py`); here, that it is whole, that it can fail, and what its table says."""
+"""The full grid is run by hand (`grid.py`); these tests check that it is complete, can fail, and has a right table."""
 
 from __future__ import annotations
 

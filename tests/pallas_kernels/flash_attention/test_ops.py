@@ -1,4 +1,4 @@
-"""What attention promises besides its values: edges, alignment, composition, memory, and what it refuses."""
+"""Attention besides its values: edge cases, alignment, composition, memory, and errors."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_tile_is_skipped_or_full_only_where_every_element_is(name, q_tile, k_t
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window": 16}, {"segments": True}], ids=str)
-def test_a_tile_that_nobody_sees_is_not_read(options):
+def test_an_invisible_tile_is_not_read(options):
     q, k, v = arrays()
     last = (np.arange(S) >= 32).astype(np.int32)  # a tile of its own
     spoil = lambda x: x.at[:, 32:].set(jnp.nan)  # noqa: E731
@@ -245,7 +245,7 @@ def test_memory_grows_with_the_sequence_and_not_with_its_square(options, monkeyp
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 def test_no_layer_of_a_scan_shares_masks_with_the_others(again, monkeypatch):
-    """Masks are the same for all layers, and JAX makes beforehand what is: S x S for every head, were they let."""
+    """Masks do not depend on the layer, so JAX could compute them before the scan: S x S for every head."""
     monkeypatch.setattr(xla, "TILE", 256)
 
     def loss(x, ids):
@@ -267,7 +267,7 @@ def test_equal_inputs_give_equal_bits():
 # ---- choice and refusals
 
 
-def test_what_was_chosen_is_told():
+def test_chosen_returns_the_choice():
     attend(*arrays(), causal=True)
     assert {c.implementation for c in chosen("flash_attention")} >= {"xla"}
     assert IMPLEMENTATIONS[-1].name == "xla" and not IMPLEMENTATIONS[-1].platforms
@@ -310,7 +310,7 @@ LONG = _zeros((2, 8, 4, 16), (2, 12, 2, 16), (2, 12, 2, 16))
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) and isinstance(x[0], str) else "",
 )
-def test_what_does_not_fit_is_refused_in_a_sentence(inputs, options, words):
+def test_arguments_that_do_not_fit_raise_one_sentence(inputs, options, words):
     with pytest.raises(KernelError) as caught:
         flash_attention(*inputs, **options)
     message = str(caught.value)

@@ -66,7 +66,7 @@ def test_a_table_of_blocks_decides_which_tiles_are_walked(small_tiles):
         close(value("mosaic_tpu"), value("dense"))
 
 
-def test_a_tile_that_nobody_sees_is_not_computed_with(small_tiles):
+def test_an_invisible_tile_is_not_computed(small_tiles):
     q, k, v = arrays()
     ids = np.tile((np.arange(S) >= 32).astype(np.int32), (B, 1))  # a tile of keys of its own, and one of queries
     spoil = lambda x: x.at[:, 32:].set(jnp.nan)  # noqa: E731
@@ -165,7 +165,7 @@ def test_causal_costs_half_the_steps_with_segments_too_and_a_window_a_constant_n
     ],
     ids=["float16", "bias", "width", "blocks", "length"],
 )
-def test_what_it_cannot_do_it_says(changes, words):
+def test_an_unsupported_case_raises_with_the_reason(changes, words):
     length = changes.get("length", 600)
     x = jax.ShapeDtypeStruct((1, length, 2, changes.get("width", 64)), changes.get("dtype", "float32"))
     positions = jnp.zeros((1, length), jnp.int32) if changes.get("positions") else None

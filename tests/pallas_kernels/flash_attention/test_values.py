@@ -1,4 +1,4 @@
-"""Values and gradients against float64, over features of which every two meet."""
+"""Values and gradients against float64, over every pair of features."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled for hardware that is not here, and lowered for it from a machine that has none."""
+"""Compiling and lowering for hardware that is not present."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TPU = {name: (fn, shapes) for name, fn, shapes in configurations("softmax", "tpu
 
 @pytest.mark.gpu_aot
 @pytest.mark.parametrize("name", [n for n in GPU if "110592 softmax" in n or "1048576 softmax" in n or "32768" in n])
-def test_the_gpu_kernel_compiles_without_spills_in_the_shared_memory_there_is(name):
+def test_the_gpu_kernel_compiles_without_spills_and_fits_in_shared_memory(name):
     fn, shapes = GPU[name]
     reports = kernel_reports(fn, *shapes)
     assert reports and not [r.problem for r in reports if r.problem]

@@ -32,20 +32,20 @@ needs_gpu_interpreter = pytest.mark.skipif(
 
 @pytest.fixture
 def one_block(monkeypatch):
-    """A machine so small that a block takes several rows, and the slots are refilled."""
+    """Simulate a GPU so small that a block takes several rows and refills its slots."""
     monkeypatch.setattr(gpu_rows, "SMS", 1)
     monkeypatch.setattr(gpu_rows, "_REGISTERS", 512)
 
 
 @pytest.fixture
 def short_vmem(monkeypatch):
-    """VMEM so small that rows are read twice, in chunks."""
+    """Simulate VMEM so small that rows are read twice, in chunks."""
     monkeypatch.setattr(tpu, "WHOLE_ROWS", 0)
     monkeypatch.setattr(tpu, "_tile", lambda *_: {"block": 1, "chunk": 128})
 
 
 def check(op: str, implementation: str, x: jax.Array) -> None:
-    """Value and gradient of a named implementation, interpreted, against float64 and the plain ones."""
+    """Check value and gradient of a named, interpreted implementation against float64 and the plain ones."""
     f, plain = OPS[op]
     g = cotangent(op, x)
     with interpreted(races=True):
@@ -100,7 +100,7 @@ def test_the_gpu_kernel_reads_rows_once_and_refills_their_slots(op, shape, dtype
 
 @needs_gpu_interpreter
 @pytest.mark.parametrize(("op", "shape"), [("softmax", (3, 2048 * 5 + 128)), ("log_softmax", (2, 2048 * 2))], ids=str)
-def test_the_gpu_kernel_reads_long_rows_there_and_back(op, shape, one_block, monkeypatch):
+def test_the_gpu_kernel_reads_long_rows_forwards_and_backwards(op, shape, one_block, monkeypatch):
     monkeypatch.setattr(gpu, "SMS", 1)
     monkeypatch.setattr(gpu, "most_columns", lambda *_: 0)
     monkeypatch.setattr(gpu, "_WARPGROUPS", 2)
@@ -148,7 +148,7 @@ def test_rows_are_dealt_out_so_that_they_fit_and_fill_the_machine():
     [(1000, "a multiple of 128 columns"), (128 * 217, "shared memory")],
     ids=["ragged", "backward"],
 )
-def test_what_the_gpu_kernel_cannot_do_it_says(columns, words):
+def test_the_gpu_kernel_refuses_an_unsupported_case_with_the_reason(columns, words):
     y = jnp.zeros((1, columns))
     with interpreted(), pytest.raises(KernelError, match=words):
         jax.grad(lambda y: softmax(y, implementation="mosaic_gpu").sum())(y)

@@ -1,4 +1,4 @@
-"""The public ops and their gradients, as XLA computes them here, against float64 and at every edge against jax.nn."""
+"""The public ops and their gradients, by XLA on this machine, against float64 and, for special values, jax.nn."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_edge_is_answered_as_jax_nn_answers_it(op):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_what_is_masked_is_left_out_whatever_it_holds(op):
+def test_masked_values_are_ignored(op):
     f, plain = OPS[op]
     x = normal((4, 2, 6)).at[:, :, 1].set(jnp.nan).at[:, :, 2].set(jnp.inf)
     where = jnp.asarray([[True, False, False, True, True, False], [False] * 6])
@@ -95,7 +95,7 @@ def test_a_softmax_keeps_its_output_and_nothing_else_for_its_gradient():
         (lambda: softmax(jnp.ones(3), implementation="mosaic"), ("mosaic", "did you mean")),
     ],
 )
-def test_bad_input_is_told_in_one_sentence(make, words):
+def test_bad_input_raises_one_sentence(make, words):
     with pytest.raises(KernelError) as caught:
         make()
     message = str(caught.value)

@@ -1,4 +1,4 @@
-"""Sums of exponentials as pairs: what merging them promises, on one device and on eight."""
+"""Sums of exponentials as pairs, and merging them on one device and on eight."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def compiler_options(devices: Sequence[Any]) -> dict[str, Any]:
     return {"xla_gpu_cuda_data_dir": str(_cuda_folder()), "xla_gpu_autotune_level": 0}  # autotuning needs a device
 
 
-def compile_lowered(lowered: Any, devices: Sequence[Any]) -> Any:
+def compile_lowered(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> jax.stages.Compiled:
     """Compile a lowered program for devices that are not present.
 
     Where XLA would have to try Triton configurations on a device, compile with cuBLAS instead and log a warning.
@@ -247,7 +247,7 @@ def _uncached() -> Iterator[None]:
         enable(True)
 
 
-def compile_kernel(fn: Callable[..., Any], *shapes: Any, topology: str) -> Any:
+def compile_kernel(fn: Callable[..., Any], *shapes: Any, topology: str) -> jax.stages.Compiled:
     """Compile a function of local arrays inside `shard_map`, as it runs on every device of a mesh.
 
     Args:

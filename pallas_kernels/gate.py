@@ -72,7 +72,7 @@ def gate_tpu(fn: Callable[..., Any], shapes: tuple[Any, ...], topology: str) -> 
       topology: a TPU, as for `pallas_kernels.aot.devices_of`.
     """
     try:
-        text = compile_kernel(fn, *shapes, topology=topology).as_text()
+        text = compile_kernel(fn, *shapes, topology=topology).as_text() or ""
     except KernelError:
         raise
     except Exception as e:

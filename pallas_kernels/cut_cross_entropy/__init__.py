@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels.cut_cross_entropy import gpu, reference, tpu, xla
 from pallas_kernels.cut_cross_entropy.inputs import Arguments, Inputs, Logits, Merged, Parts, Terms, checked
@@ -52,15 +53,15 @@ BF16_FILTER = 2.0**-12
 
 
 def linear_cross_entropy(
-    x: Any,
-    w: Any,
-    targets: Any,
+    x: ArrayLike,
+    w: ArrayLike,
+    targets: ArrayLike,
     *,
     softcap: float | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     ignore_index: int | None = None,
-    weights: Any = None,
+    weights: ArrayLike | None = None,
     return_lse: bool = False,
     filter: float | None = None,
     w_layout: str | None = None,
@@ -115,7 +116,7 @@ def linear_cross_entropy(
 
 
 def filtered_share(
-    x: Any, w: Any, targets: Any, *, filter: float, implementation: str | None = None, **options: Any
+    x: ArrayLike, w: ArrayLike, targets: ArrayLike, *, filter: float, implementation: str | None = None, **options: Any
 ) -> jax.Array:
     """Return the share of blocks that the gradient of `linear_cross_entropy(...).sum()` leaves out, a float32 scalar.
 
@@ -178,7 +179,7 @@ def gradients(
     logits: Logits,
     implementation: str | None = None,
     *,
-    dw_dtype: Any = None,
+    dw_dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the cotangents of w's shard and of x, the latter as far as it depends on this shard.
 

@@ -30,7 +30,9 @@ TILE = (2048, 2048)
 FILTER_TILE = (256, 512)
 """Tokens and words of a block that the filter may leave out: smaller, since one large entry keeps the whole block."""
 
-_dot = lambda subscripts, *arrays: jnp.einsum(subscripts, *arrays, preferred_element_type=jnp.float32)  # noqa: E731
+
+def _dot(subscripts: str, *arrays: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, *arrays, preferred_element_type=jnp.float32)
 
 
 class _Running(NamedTuple):

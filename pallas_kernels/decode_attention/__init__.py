@@ -13,6 +13,7 @@ import functools
 from typing import Any
 
 import jax
+from jax.typing import ArrayLike
 
 from pallas_kernels.decode_attention import gpu, reference, tpu, xla
 from pallas_kernels.decode_attention.inputs import Inputs, Settings, checked
@@ -23,14 +24,14 @@ __all__ = ["IMPLEMENTATIONS", "decode_attention"]
 
 
 def decode_attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike | None,
     *,
-    positions: Any = None,
-    lengths: Any = None,
-    tables: Any = None,
-    first: Any = 0,
+    positions: ArrayLike | None = None,
+    lengths: ArrayLike | None = None,
+    tables: ArrayLike | None = None,
+    first: ArrayLike = 0,
     stride: int = 1,
     window: int | None = None,
     softcap: float | None = None,

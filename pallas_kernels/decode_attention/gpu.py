@@ -114,10 +114,13 @@ def run(target: Target, inputs: Inputs, *, settings: Settings, **_: Any) -> tupl
     count = jnp.diff(assigned.offset)
     of_rows = jnp.stack([assigned.lowest, assigned.offset[:-1] * kv, count, nearest, farthest], 1)
     ends = (assigned.offset[:-1, None] * kv + (jnp.arange(kv, dtype=jnp.int32) + 1) * count[:, None]).reshape(-1)
-    which = lambda unit: jnp.sum(ends <= unit[:, None], 1, dtype=jnp.int32)  # noqa: E731
+
+    def pair_of(unit: jax.Array) -> jax.Array:
+        return jnp.sum(ends <= unit[:, None], 1, dtype=jnp.int32)
+
     begin, end = assigned.begin[:-1], assigned.begin[1:]
-    pair = which(begin)
-    pairs = jnp.where(end > begin, which(end - 1) - pair + 1, 0)
+    pair = pair_of(begin)
+    pairs = jnp.where(end > begin, pair_of(end - 1) - pair + 1, 0)
     plan = jnp.stack([begin, end, pair, pairs], 1)
     out, lse = parts(target, packed, inputs, at, tables, plan, of_rows, first.reshape(1), settings, tiles, tile, rows)
     out, lse = merged(out, lse, assigned, heads=kv, inner=WARPGROUPS)

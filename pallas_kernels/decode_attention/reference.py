@@ -15,7 +15,10 @@ def forward(inputs: Inputs, settings: Settings) -> tuple[jax.Array, jax.Array]:
     q, k, v, positions, tables, first = inputs
     (b, n, h, d), (_, page, kv, _), entries = q.shape, k.shape, tables.shape[1]
     listed = jnp.repeat(tables >= 0, page, axis=1)  # (b, t)
-    rows = lambda x: x[jnp.maximum(tables, 0)].reshape(b, entries * page, kv, -1).astype(jnp.float32)  # noqa: E731
+
+    def rows(x: jax.Array) -> jax.Array:
+        return x[jnp.maximum(tables, 0)].reshape(b, entries * page, kv, -1).astype(jnp.float32)
+
     keys = rows(k)
     values = keys[..., : settings.value_dim] if v is None else rows(v)
     place = (starts(first, settings.stride, page, entries)[:, None] + jnp.arange(page)).reshape(-1)

@@ -81,7 +81,10 @@ def run(target: Target, inputs: Inputs, *, settings: Settings, **_: Any) -> tupl
     columns, packed = tiles.piece * kv, 8 * 4 // q.dtype.itemsize
     rows = n * h
     padded = -(-rows // packed) * packed
-    fill = lambda x: jnp.pad(x, ((0, 0), (0, padded - rows), *[(0, 0)] * (x.ndim - 2)), constant_values=-1)  # noqa: E731
+
+    def fill(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, padded - rows), *[(0, 0)] * (x.ndim - 2)), constant_values=-1)
+
     at = jnp.broadcast_to(fill(jnp.repeat(positions, h, axis=1))[..., None], (b, padded, LANES))
     unit, exp = units(q.dtype)
     score = settings.score

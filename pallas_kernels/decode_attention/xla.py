@@ -122,6 +122,10 @@ def _forward(target: Target, inputs: Inputs, settings: Settings) -> tuple[jax.Ar
     safe = jnp.where(some, total, 1)
     out = acc / safe
     lse = jnp.where(some, top + jnp.log(safe), -jnp.inf)[..., 0]
-    by_query = lambda x: jnp.moveaxis(x.reshape(b, kv, n, h // kv, *x.shape[3:]), 1, 2).reshape(b, n, h, *x.shape[3:])  # noqa: E731
+
+    def by_query(x: jax.Array) -> jax.Array:
+        grouped = x.reshape(b, kv, n, h // kv, *x.shape[3:])
+        return jnp.moveaxis(grouped, 1, 2).reshape(b, n, h, *x.shape[3:])
+
     near = None if not sees else jnp.all(~sees[0] | (total > TOO_SMALL) & (total < TOO_LARGE))
     return by_query(out), by_query(lse), near

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
 
 from pallas_kernels.dispatch import Implementation, Target, dispatch
 from pallas_kernels.errors import KernelError
@@ -44,17 +45,17 @@ NAMES = ("flash_out", "flash_lse")
 
 
 def flash_attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
     *,
     causal: bool = False,
-    segment_ids: Any = None,
-    positions: Any = None,
+    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+    positions: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
-    bias: Any = None,
+    bias: ArrayLike | None = None,
     kind: Kind = "softmax",
     return_lse: bool = False,
     deterministic: bool = False,
@@ -115,17 +116,17 @@ def flash_attention(
 
 
 def gradients(
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    dout: Any,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
     *,
-    dlse: Any = None,
+    dlse: jax.Array | None = None,
     causal: bool = False,
-    segment_ids: Any = None,
-    positions: Any = None,
+    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+    positions: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,

@@ -29,7 +29,9 @@ __all__ = ["TILE", "backward", "forward", "of_rows"]
 TILE = 512
 """Most queries and keys of a tile, so that no larger matrix of scores exists."""
 
-_product = lambda subscripts, *arrays: jnp.einsum(subscripts, *arrays, preferred_element_type=jnp.float32)  # noqa: E731
+
+def _product(subscripts: str, *arrays: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, *arrays, preferred_element_type=jnp.float32)
 
 
 def forward(inputs: Inputs, mask: Mask, score: Score) -> tuple[jax.Array, jax.Array | None]:
@@ -83,7 +85,10 @@ def backward(
         def step(carry: Any, xs: tuple[Any, ...]) -> tuple[Any, Any]:
             i, query, dout, stat, state = xs
             work = lambda: _gradients(cut, query, key, value, dout, stat, i, j)  # noqa: E731
-            nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(work))  # noqa: E731
+
+            def nothing() -> Any:
+                return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(work))
+
             dq, dk, dv, dbias = cut.unless_skipped(state, work, nothing)
             return (carry[0] + dk, carry[1] + dv), (dq, dbias)
 

@@ -379,7 +379,6 @@ def _arguments(selector: str, scopes: tuple[str, ...], overridden: Iterable[str]
 
 def _resolve(value: object, scopes: tuple[str, ...]) -> object:
     """A parsed value with all references in it evaluated."""
-
     if type(value) is list:
         return [_resolve(v, scopes) for v in value]
     if type(value) is tuple:

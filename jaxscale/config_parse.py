@@ -179,7 +179,6 @@ def _syntax_error(error: Exception, name: str) -> ConfigError:
 
 def _as_literal(key: str, value: str) -> str:
     """A command-line value in gin's notation: unchanged if gin can parse it, quoted if it is a plain word."""
-
     for part, text in (("name", f"{key} = 0"), ("value", f"_ = {value}")):
         try:
             parser = ConfigParser(text + "\n", _NoReferences())

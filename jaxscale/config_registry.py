@@ -118,7 +118,7 @@ def meant(value: object, methods: Iterable[str] = ()) -> str:
 
 
 def find(selector: str) -> str | None:
-    """gin's full selector of a registered name, ours before gin's own; None if the name is not registered."""
+    """Gin's full selector of a registered name, ours before gin's own; None if the name is not registered."""
     if selector in BY_NAME:
         return BY_NAME[selector].selector
     try:
@@ -128,7 +128,7 @@ def find(selector: str) -> str | None:
 
 
 def configurable(selector: str) -> gin.config.Configurable:
-    """gin's registry entry of a selector.
+    """Gin's registry entry of a selector.
 
     Raises:
         KeyError, ValueError: No object has this name, or several have.
@@ -137,7 +137,7 @@ def configurable(selector: str) -> gin.config.Configurable:
 
 
 def selector_of(name: str, place: str) -> str:
-    """gin's full selector of a name that stands at `place` in a config (`demo.gin:3`).
+    """Gin's full selector of a name that stands at `place` in a config (`demo.gin:3`).
 
     Raises:
         ConfigError: The name is not registered.

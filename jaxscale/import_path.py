@@ -32,7 +32,6 @@ def append_current_folder() -> None:
 
 def python_path() -> str:
     """PYTHONPATH for a child process: our packages first, and no empty entry, which means the current folder."""
-
     return os.pathsep.join([ROOT, *_entries()])
 
 

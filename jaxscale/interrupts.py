@@ -13,5 +13,4 @@ def handled_signals() -> list[signal.Signals]:
 
     Shells start background jobs of scripts with SIGINT ignored, since Ctrl-C is meant for the foreground program.
     """
-
     return [one for one in map(signal.Signals.__getitem__, STOPS) if signal.getsignal(one) is not signal.SIG_IGN]

@@ -149,7 +149,6 @@ def clipped(text: str, most: int = 200) -> str:
 
 def is_whole(value: Any, least: int = 0) -> TypeGuard[int]:
     """Whether a value is an int (not a bool) from `least` to `LARGEST`."""
-
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
 
 

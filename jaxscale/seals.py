@@ -179,7 +179,6 @@ class Lines:
 
 def _checked(line: bytes) -> tuple[dict[str, Any] | None, bool | None]:
     """The row of a line, or None, and whether its digest matches; None if it has no digest."""
-
     try:
         row = reading.parse_json(line)
     except ValueError:

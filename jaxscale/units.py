@@ -22,7 +22,6 @@ def clock(seconds: float) -> str:
 
 def human_seconds(t: float) -> str:
     """A number of seconds such as `1.5 ms`: three digits of the largest unit that fits, s, ms, us or ns."""
-
     for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if t >= size:
             return f"{t / size:.3g} {unit}"

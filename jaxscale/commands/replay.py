@@ -29,7 +29,6 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
     """Replay the step and print the result; returns the exit code 0."""
-
     no_bindings(args, bindings)
     from jaxscale import load
     from jaxscale.train.replay import replay

@@ -35,7 +35,6 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
     """Write the report and print its path; returns the exit code 0."""
-
     if bindings:
         raise ConfigError(f"report reads runs as they are; leave out --gin.{bindings[0].partition(' =')[0]}")
     from jaxscale.sweep.comparing.report import report

@@ -158,5 +158,4 @@ class _Signals:
 
     def wait(self, seconds: float) -> bool:
         """Wait for a signal; returns whether one was received."""
-
         return self._event.wait(seconds)

@@ -61,6 +61,7 @@ class Block(nnx.Module):
         self.down = dense({"mlp": 4 * c.width, "embed": c.width}, 4 * c.width, rngs)
 
     def __call__(self, x: jax.Array, positions: jax.Array, mask: jax.Array) -> jax.Array:
+        """Activations (batch, seq, embed) in and out; `mask` is True where a query attends to a key."""
         h = rms_norm(x, self.norm1[...])
         q, k, v = (jnp.einsum("bse,ehd->bshd", h, w[...]) for w in (self.q, self.k, self.v))
         mixed = jax.nn.dot_product_attention(rotary(q, positions), rotary(k, positions), v, mask=mask)
@@ -246,6 +247,7 @@ class Trainer:
 
 
 def main() -> None:
+    """Train with the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", default="data=2,fsdp=2,tensor=2", help="devices of each kind of parallelism")
     parser.add_argument("--devices", type=int, default=8, help="simulated devices; 0 for the real ones")

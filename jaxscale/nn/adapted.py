@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxscale.parallel import Weight, as_weight
@@ -38,7 +38,12 @@ class Adapted(Weight):
         return tuple(self.kernel.shape)
 
     def matmul(
-        self, x: Float[Array, "..."], axes: tuple[str, ...], contracted: tuple[int, ...], dtype: Any, out_dtype: Any
+        self,
+        x: Float[Array, "..."],
+        axes: tuple[str, ...],
+        contracted: tuple[int, ...],
+        dtype: DTypeLike,
+        out_dtype: DTypeLike,
     ) -> Float[Array, "..."]:
         """Return the product with the frozen kernel plus the low-rank product."""
         y = as_weight(jax.lax.stop_gradient(self.kernel)).matmul(x, axes, contracted, dtype, out_dtype)
@@ -46,7 +51,7 @@ class Adapted(Weight):
         h = as_weight(self.a).matmul(x, (*inputs, "rank"), contracted, dtype, dtype) * self.scale
         return y + as_weight(self.b).matmul(h, ("rank", *outputs), (0,), dtype, out_dtype)
 
-    def dense(self, dtype: Any = None) -> Float[Array, "..."]:
+    def dense(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """Return the sum as one array, added in float32; the default dtype is the kernel's."""
         base, rank = as_weight(self.kernel).dense(), self.a.shape[-1]
         lead = self.a.ndim + self.b.ndim - base.ndim - 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 from flax import nnx
@@ -46,8 +46,8 @@ class Block(nnx.Module):
 
     def __init__(
         self,
-        attn: Any,
-        mlp: Any,
+        attn: nnx.Module,
+        mlp: nnx.Module,
         attn_norm: nnx.Module | None,
         mlp_norm: nnx.Module | None,
         *,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxscale.layout import constrain, named
@@ -20,8 +20,8 @@ def project(
     kernel: Float[Array, "..."] | Weight,
     axes: tuple[str, ...],
     contracted: tuple[int, ...],
-    dtype: Any,
-    out_dtype: Any,
+    dtype: DTypeLike,
+    out_dtype: DTypeLike,
 ) -> Float[Array, "..."]:
     """Compute `x · kernel`, summed over the last dimensions of `x` and the `contracted` ones of `kernel`.
 
@@ -77,8 +77,8 @@ class Linear(nnx.Module):
         *,
         bias: bool = False,
         scale: float = 1.0,
-        dtype: Any = jnp.float32,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         self.axes = (*inputs, *outputs)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax import checkpoint_policies as policies
+from jax.extend import core
 from jaxtyping import Array, Float
 
 from jaxscale.config import register
@@ -42,7 +43,7 @@ _NARROW, _WIDER = 128, 16
 adapter's second, is cheap to recompute."""
 
 
-def _products_with_weights(primitive: Any, *args: Any, **params: Any) -> bool:
+def _products_with_weights(primitive: core.Primitive, *args: Any, **params: Any) -> bool:
     if primitive.name == "ragged_dot_general":  # experts'
         return True
     if primitive.name == "dot_general":
@@ -192,7 +193,7 @@ def _jax_policy(policy: MemoryPolicy, host: bool) -> Callable[..., Any]:
     )
     listed, rest = {*saved, *offloaded}, REST[policy.rest]
 
-    def decide(primitive: Any, *args: Any, **params: Any) -> Any:
+    def decide(primitive: core.Primitive, *args: Any, **params: Any) -> bool:
         named = primitive.name == "name" and params["name"] in listed
         return (of_named if named else rest)(primitive, *args, **params)
 

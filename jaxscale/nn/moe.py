@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.config import register
@@ -20,9 +21,12 @@ from jaxscale.nn.memory import MemoryPolicy
 from jaxscale.nn.mlp import FeedForward, SwiGLU
 from jaxscale.nn.routers import Router, SoftmaxRouter
 from jaxscale.nn.stats import Stats
-from jaxscale.parallel import Capacity, Slots, Weights, as_weight, expert_mlp
+from jaxscale.parallel import Capacity, Choices, Slots, Weights, as_weight, expert_mlp
 from jaxscale.parallel.experts import DOWN, UP, check_groups
 from jaxscale.signatures import check_method
+
+if TYPE_CHECKING:
+    from jaxscale.models.transformer_config import TransformerConfig
 
 
 @register
@@ -97,7 +101,7 @@ class MixtureOfExperts:
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"MixtureOfExperts.{name} = {getattr(self, name)}: must be at least 0")
 
-    def check(self, config: Any) -> None:
+    def check(self, config: TransformerConfig) -> None:
         """Check the model's config.
 
         Args:
@@ -162,8 +166,8 @@ class MixtureOfExperts:
         *,
         bias: bool = False,
         out_scale: float = 1.0,
-        dtype: Any = jnp.float32,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> Experts:
         """Make the layer; arguments as `FeedForward`.
@@ -201,8 +205,8 @@ class Experts(nnx.Module):
         hidden: int,
         *,
         out_scale: float,
-        dtype: Any,
-        param_dtype: Any,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
         c = self.config = config
@@ -284,7 +288,9 @@ class Experts(nnx.Module):
         score = jnp.sum(constrain(x, "batch", "seq", "embed").astype(jnp.float32) * gate, axis=-1, keepdims=True)
         return (y.astype(jnp.float32) * jax.nn.sigmoid(score)).astype(y.dtype)
 
-    def _stats(self, scores: Array, routed: Any, bias: Array | None, capacity: Capacity | None, real: Array) -> Stats:
+    def _stats(
+        self, scores: Array, routed: Choices | Slots, bias: Array | None, capacity: Capacity | None, real: Array
+    ) -> Stats:
         """Return the statistics over all tokens of the batch that are not padding, on all devices."""
         c = self.config
         x = scores.shape[-1]

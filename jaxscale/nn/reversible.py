@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
+from jaxscale.layout.tensors import Tree
 from jaxscale.nn.block import Block
 from jaxscale.nn.context import Context
 from jaxscale.nn.memory import MemoryPolicy
@@ -72,7 +74,7 @@ class ReversibleRun(Run):
         return x, x
 
     @staticmethod
-    def leave(x: Streams, dtype: Any) -> Float[Array, "b s e"]:
+    def leave(x: Streams, dtype: DTypeLike) -> Float[Array, "b s e"]:
         """Return the mean of the streams, in the model's dtype.
 
         Args:
@@ -81,17 +83,17 @@ class ReversibleRun(Run):
         """
         return ((x[0] + x[1]) / 2).astype(dtype)
 
-    def __call__(self, x: Any, context: Context, part: Part | None = None) -> tuple[Any, Stats]:
+    def __call__(self, x: Tree, context: Context, part: Part | None = None) -> tuple[Tree, Stats]:
         """See `Run`."""
         graphs, params = zip(*((g, nnx.to_pure_dict(p)) for g, p in map(nnx.split, self.blocks)), strict=True)
         part = Part(jnp.arange(self.repeats)) if part is None else part
         unroll = 1 if self.scans(self.scan, self.repeats, self.memory) else part.at.shape[0]
 
-        def context_of(arrays: Any, i: Array, j: int) -> Context:
+        def context_of(arrays: Tree, i: Array, j: int) -> Context:
             return context.holding(arrays).at(self.first + i * len(graphs) + j)
 
-        def forward(params: Any, x: Streams, arrays: Any) -> tuple[Streams, Stats]:
-            def group(x: Streams, layer: Any) -> tuple[Streams, Stats]:
+        def forward(params: Tree, x: Streams, arrays: Tree) -> tuple[Streams, Stats]:
+            def group(x: Streams, layer: Tree) -> tuple[Streams, Stats]:
                 (params, (i, real)), reported = layer, []
                 before = x
                 for j, block in enumerate(map(nnx.merge, graphs, params)):
@@ -105,14 +107,14 @@ class ReversibleRun(Run):
             x, stats = jax.lax.scan(group, x, (params, part), unroll=unroll)
             return x, over_layers(stats)
 
-        def forward_with_residuals(params: Any, x: Streams, arrays: Any) -> tuple[tuple[Streams, Stats], Any]:
+        def forward_with_residuals(params: Tree, x: Streams, arrays: Tree) -> tuple[tuple[Streams, Stats], Tree]:
             x, stats = forward(params, x, arrays)
             return (x, stats), (params, x, arrays)
 
-        def backward(saved: Any, cotangents: tuple[Streams, Stats]) -> tuple[Any, Streams, None]:
+        def backward(saved: Tree, cotangents: tuple[Streams, Stats]) -> tuple[Tree, Streams, None]:
             (params, x, arrays), (dx, dstats) = saved, cotangents
 
-            def group(carry: tuple[Streams, Streams], layer: Any) -> tuple[tuple[Streams, Streams], Any]:
+            def group(carry: tuple[Streams, Streams], layer: Tree) -> tuple[tuple[Streams, Streams], Tree]:
                 params, (i, real) = layer
                 grads: list[Any] = []
                 after = carry
@@ -132,18 +134,18 @@ class ReversibleRun(Run):
 
 
 def _undo(
-    graph: Any, params: Any, x: Streams, dx: Streams, dstats: Stats, context: Context
-) -> tuple[tuple[Streams, Streams], Any]:
+    graph: nnx.GraphDef[Any], params: Tree, x: Streams, dx: Streams, dstats: Stats, context: Context
+) -> tuple[tuple[Streams, Streams], Tree]:
     """Return a block's inputs with their cotangents, and its parameters' cotangents, from its outputs and theirs.
 
     `dstats` are the cotangents of the summed statistics.
     """
 
-    def attend(params: Any, b: Array) -> Array:
+    def attend(params: Tree, b: Array) -> Array:
         block: Block = nnx.merge(graph, params)
         return block.attend(b, context)
 
-    def feed(params: Any, a: Array) -> tuple[Array, Stats]:
+    def feed(params: Tree, a: Array) -> tuple[Array, Stats]:
         block: Block = nnx.merge(graph, params)
         return block.feed(a, context)
 

@@ -42,7 +42,7 @@ class ScalesScores(Protocol):
 class ScalesByLength(Protocol):
     """A `RotaryScaling` that has other factors for long sequences."""
 
-    def for_length(self, length: int) -> Any:
+    def for_length(self, length: int) -> RotaryScaling:
         """Return the scaling for sequences that may grow to a length.
 
         Args:
@@ -74,7 +74,9 @@ class LinearScaling:
     def __post_init__(self) -> None:
         _check_positive(self, "factor")
 
-    def __call__(self, inv_freq: np.ndarray, theta: float, positions: Any = None) -> tuple[np.ndarray, float]:
+    def __call__(
+        self, inv_freq: np.ndarray, theta: float, positions: Int[Array, "b s"] | None = None
+    ) -> tuple[np.ndarray, float]:
         """See `RotaryScaling`."""
         return inv_freq / self.factor, 1.0
 
@@ -93,7 +95,9 @@ class NTKScaling:
     def __post_init__(self) -> None:
         _check_positive(self, "factor")
 
-    def __call__(self, inv_freq: np.ndarray, theta: float, positions: Any = None) -> tuple[np.ndarray, float]:
+    def __call__(
+        self, inv_freq: np.ndarray, theta: float, positions: Int[Array, "b s"] | None = None
+    ) -> tuple[np.ndarray, float]:
         """See `RotaryScaling`."""
         n = len(inv_freq)
         base = theta * self.factor ** (n / max(n - 1, 1))
@@ -125,7 +129,9 @@ class Llama3Scaling:
                 f"{self.low_freq_factor}"
             )
 
-    def __call__(self, inv_freq: np.ndarray, theta: float, positions: Any = None) -> tuple[np.ndarray, float]:
+    def __call__(
+        self, inv_freq: np.ndarray, theta: float, positions: Int[Array, "b s"] | None = None
+    ) -> tuple[np.ndarray, float]:
         """See `RotaryScaling`."""
         turns = self.original_length * inv_freq / (2 * math.pi)
         keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
@@ -157,7 +163,9 @@ class YarnScaling:
     def __post_init__(self) -> None:
         _check_positive(self, "factor", "beta_fast", "beta_slow", "original_length")
 
-    def __call__(self, inv_freq: np.ndarray, theta: float, positions: Any = None) -> tuple[np.ndarray, float]:
+    def __call__(
+        self, inv_freq: np.ndarray, theta: float, positions: Int[Array, "b s"] | None = None
+    ) -> tuple[np.ndarray, float]:
         """See `RotaryScaling`."""
         n = len(inv_freq)
 
@@ -212,7 +220,9 @@ class LongRopeScaling:
         if self.factor > 1 and self.original_length < 2:
             raise ConfigError("LongRopeScaling.original_length = 1: must be at least 2 to be stretched")
 
-    def __call__(self, inv_freq: np.ndarray, theta: float, positions: Any = None) -> tuple[Any, float]:
+    def __call__(
+        self, inv_freq: np.ndarray, theta: float, positions: Int[Array, "b s"] | None = None
+    ) -> tuple[Any, float]:
         """See `RotaryScaling`."""
         for name in ("short", "long"):
             if len(getattr(self, name)) != len(inv_freq):
@@ -327,7 +337,7 @@ def _fraction(part: int, whole: int) -> float:
     return fraction if int(whole * fraction) == part else math.nextafter(fraction, 1.0)
 
 
-def _check_positive(part: Any, *names: str) -> None:
+def _check_positive(part: object, *names: str) -> None:
     for name in names:
         value = getattr(part, name)
         if not 0 < value < math.inf:

@@ -8,11 +8,13 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.layout import current
+from jaxscale.layout.tensors import Tree
 from jaxscale.nn.block import Block
 from jaxscale.nn.cache import DecodeState, RunCache
 from jaxscale.nn.context import Context
@@ -114,7 +116,7 @@ class Run(nnx.Module):
         return scanned(scan, layers, memory)
 
     @staticmethod
-    def enter(x: Float[Array, "b s e"]) -> Any:
+    def enter(x: Float[Array, "b s e"]) -> Tree:
         """Return the input of the first run from the embedding.
 
         Args:
@@ -123,7 +125,7 @@ class Run(nnx.Module):
         return x
 
     @staticmethod
-    def leave(x: Any, dtype: Any) -> Float[Array, "b s e"]:
+    def leave(x: Tree, dtype: DTypeLike) -> Float[Array, "b s e"]:
         """Return the hidden states from the output of the last run.
 
         Args:
@@ -144,7 +146,7 @@ class Run(nnx.Module):
             )
         return [(block.decode_state, self.repeats) for block in self.blocks]
 
-    def __call__(self, x: Any, context: Context, part: Part | None = None) -> tuple[Any, Stats]:
+    def __call__(self, x: Tree, context: Context, part: Part | None = None) -> tuple[Tree, Stats]:
         """Apply all layers, and sum their statistics.
 
         Args:
@@ -155,7 +157,7 @@ class Run(nnx.Module):
         cache = context.cache
         states = cache.states if isinstance(cache, RunCache) else ()
 
-        def group(carry: tuple[Array, tuple[Any, ...]], slice_: tuple[list[Block], Part]) -> Any:
+        def group(carry: tuple[Array, tuple[Any, ...]], slice_: tuple[list[Block], Part]) -> Tree:
             ((x, states), (blocks, (i, real))), reported = (carry, slice_), []
             before = x
             for j, block in enumerate(blocks):
@@ -188,6 +190,6 @@ class Run(nnx.Module):
         return x, stats
 
 
-def chosen(real: Bool[Array, ""] | None, x: Any, before: Any) -> Any:
+def chosen(real: Bool[Array, ""] | None, x: Tree, before: Tree) -> Tree:
     """Return `x`, a repeat's output, or `before`, its input, if the repeat is padding."""
     return x if real is None else jax.tree.map(lambda a, b: jnp.where(real, a, b), x, before)

@@ -77,7 +77,7 @@ class WeightFormat(abc.ABC):
     def _takes(self, info: TensorInfo) -> bool:
         return info.contracted is not None and self.covers(info)
 
-    def _infos(self, info: TensorInfo) -> Any:
+    def _infos(self, info: TensorInfo) -> Tree:
         kernel = jax.ShapeDtypeStruct(info.shape, info.dtype)
         assert info.contracted is not None
         return as_weight(jax.eval_shape(partial(self.encode, contracted=info.contracted), kernel)).infos(info)

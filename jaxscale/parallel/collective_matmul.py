@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxscale.errors import LayoutError
@@ -54,7 +56,7 @@ def why_no_overlap(*hidden: str) -> str | None:
 
 
 def gather_matmul(
-    x: Float[Array, "b s e"], kernels: tuple[Float[Array, "e ..."], ...], axes: tuple[Names, ...], dtype: Any
+    x: Float[Array, "b s e"], kernels: tuple[Float[Array, "e ..."], ...], axes: tuple[Names, ...], dtype: DTypeLike
 ) -> tuple[Float[Array, "b s ..."], ...]:
     """Compute `x · kernel` for each kernel, while x's sequence is gathered around a ring.
 
@@ -77,7 +79,7 @@ def gather_matmul(
 
 
 def matmul_scatter(
-    h: Float[Array, "b s ..."], kernel: Float[Array, "... e"], axes: Names, dtype: Any
+    h: Float[Array, "b s ..."], kernel: Float[Array, "... e"], axes: Names, dtype: DTypeLike
 ) -> Float[Array, "b s e"]:
     """Compute `h · kernel`, summed around a ring that leaves each device its shard of the sequence.
 
@@ -103,7 +105,14 @@ class _Ring:
     over: Names
     axes: tuple[Names, ...]
 
-    def wrap(self, fn: Any, *arrays: Array, ins: tuple[Names, ...], outs: tuple[Names, ...], grads: int = 0) -> Any:
+    def wrap(
+        self,
+        fn: Callable[..., Iterable[Array]],
+        *arrays: Array,
+        ins: tuple[Names, ...],
+        outs: tuple[Names, ...],
+        grads: int = 0,
+    ) -> tuple[Array, ...]:
         """Call `sharded_op`; the last `grads` outputs are kernels' gradients, summed over all devices' tokens."""
         tokens = cut_over("batch", "seq")
         splits = [where_gradients_go(names, tokens) for names in outs[len(outs) - grads :]]
@@ -133,7 +142,7 @@ def _ring_of(axes: tuple[Names, ...], kernels: tuple[Array, ...]) -> _Ring:
     return _Ring(cut_over(hidden[0]), axes)
 
 
-def _dot(x: Array, y: Array, dims: Any, dtype: Any) -> Array:
+def _dot(x: Array, y: Array, dims: tuple[Sequence[int], Sequence[int]], dtype: DTypeLike) -> Array:
     return lax.dot_general(x, y, (dims, ((), ())), preferred_element_type=dtype)
 
 
@@ -142,7 +151,7 @@ def _around(over: Names) -> list[tuple[int, int]]:
     return [(i, (i + 1) % n) for i in range(n)]
 
 
-def _pieces_in_turn(x: Array, over: Names, visit: Any) -> None:
+def _pieces_in_turn(x: Array, over: Names, visit: Callable[[Array, Array], None]) -> None:
     """Call `visit(piece, owner)` for every device's shard, while the next one is being sent."""
     n, me = lax.axis_size(over), lax.axis_index(over)
     for step in range(n):
@@ -151,7 +160,7 @@ def _pieces_in_turn(x: Array, over: Names, visit: Any) -> None:
         x = coming
 
 
-def _summed_in_turn(over: Names, term: Any, dtype: Any) -> Array:
+def _summed_in_turn(over: Names, term: Callable[[Array], Array], dtype: DTypeLike) -> Array:
     """Sum `term(i)` over devices for every shard i, and leave each device the sum for its own shard."""
     n, me = lax.axis_size(over), lax.axis_index(over)
     total = None
@@ -173,7 +182,7 @@ def _take(x: Array, at: Array, n: int) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _gather_matmul(x: Array, kernels: tuple[Array, ...], ring: _Ring, dtype: Any) -> tuple[Array, ...]:
+def _gather_matmul(x: Array, kernels: tuple[Array, ...], ring: _Ring, dtype: DTypeLike) -> tuple[Array, ...]:
     return _gather_matmul_fwd(x, kernels, ring, dtype)[0]
 
 
@@ -227,7 +236,7 @@ _gather_matmul.defvjp(_gather_matmul_fwd, _gather_matmul_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _matmul_scatter(h: Array, kernel: Array, ring: _Ring, dtype: Any) -> Array:
+def _matmul_scatter(h: Array, kernel: Array, ring: _Ring, dtype: DTypeLike) -> Array:
     return _matmul_scatter_fwd(h, kernel, ring, dtype)[0]
 
 
@@ -275,7 +284,7 @@ def _hidden(names: Names) -> Names:
     return ("batch", "seq", *names)
 
 
-def _in_use(kernels: tuple[Array, ...], ring: _Ring, dtype: Any) -> list[Array]:
+def _in_use(kernels: tuple[Array, ...], ring: _Ring, dtype: DTypeLike) -> list[Array]:
     return [in_use(k, names, dtype) for k, names in zip(kernels, ring.axes, strict=True)]
 
 

@@ -65,7 +65,7 @@ def mean_copy(copies: Tree) -> Tree:
       copies: a tree of arrays (copies, ...).
     """
 
-    def sharding_of_one(x: jax.Array) -> Any:
+    def sharding_of_one(x: jax.Array) -> jax.sharding.Sharding:
         sharding = x.sharding
         if not isinstance(sharding, NamedSharding):
             return sharding

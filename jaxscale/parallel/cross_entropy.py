@@ -37,7 +37,7 @@ def sharded_cross_entropy(
     filter: float | None = None,
     implementation: str | None = None,
     vocab: int | None = None,
-) -> Any:
+) -> Float[Array, "b s"] | tuple[Float[Array, "b s"], Float[Array, "b s"]]:
     """Compute `pallas_kernels.cut_cross_entropy.linear_cross_entropy` of global arrays, sharded by the layout in force.
 
     Each device sums over its own rows of the vocabulary and its own tokens, and one `all_gather` over the mesh axes

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxscale.parallel.weight import Axes, Weight, input_gradient, kernel_gradient, product, product_forward
@@ -71,14 +72,14 @@ class Deferred(Weight):
         """The shape of the parameter."""
         return self.kernel.shape
 
-    def dense(self, dtype: Any = None) -> Array:
+    def dense(self, dtype: DTypeLike | None = None) -> Array:
         """Return the parameter, for a product whose backward pass computes the gradient immediately."""
         assert self.uses is not None, "a kernel that is read by `dense` is not deferred"
         self.uses.at_once = True
         return self.kernel if dtype is None else self.kernel.astype(dtype)
 
     def matmul(
-        self, x: Float[Array, "..."], axes: Axes, contracted: tuple[int, ...], dtype: Any, out_dtype: Any
+        self, x: Float[Array, "..."], axes: Axes, contracted: tuple[int, ...], dtype: DTypeLike, out_dtype: DTypeLike
     ) -> Float[Array, "..."]:
         """Return the product; its backward pass returns input and output cotangent instead of the kernel's gradient."""
         if self.dy is not None:
@@ -87,9 +88,11 @@ class Deferred(Weight):
         y = product(x, self.kernel, axes, contracted, dtype, out_dtype)
         x_axes = tuple(a for i, a in enumerate(axes) if i in contracted)
         y_axes = tuple(a for i, a in enumerate(axes) if i not in contracted)
-        of = dict(axes=axes, contracted=contracted, dtype=dtype, kernel_dtype=self.kernel.dtype)
+        gradient = partial(
+            kernel_gradient, axes=axes, contracted=contracted, dtype=dtype, kernel_dtype=self.kernel.dtype
+        )
         assert self.uses is not None
-        self.uses.products.append(Use(x, y, x_axes, y_axes, partial(kernel_gradient, **of)))
+        self.uses.products.append(Use(x, y, x_axes, y_axes, gradient))
         return y
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxscale.layout import constrain, current, filled_shape, in_use, unfill
@@ -22,7 +22,7 @@ _TOKENS, _OUT = ("batch", "seq"), ("batch", "residual_seq", "embed")
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def sharded_lookup(
-    table: Float[Array, "rows e"], ids: Int[Array, "b s"], axis: str, dtype: Any = jnp.float32
+    table: Float[Array, "rows e"], ids: Int[Array, "b s"], axis: str, dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "b s e"]:
     """Compute `table[ids]` of global arrays, sharded by the layout in force.
 
@@ -49,7 +49,7 @@ def sharded_lookup(
     return _forward(table, ids, axis, dtype)[0]
 
 
-def _forward(table: Array, ids: Array, axis: str, dtype: Any) -> tuple[Array, tuple[Array, Array]]:
+def _forward(table: Array, ids: Array, axis: str, dtype: DTypeLike) -> tuple[Array, tuple[Array, Array]]:
     already, over, scattered = cut_already(axis), cut_over(axis), _scattered(axis)
     rows = _row_numbers(ids, table.shape[0] * axis_size(already))
     if scattered and (layout := current()) is not None:
@@ -80,7 +80,7 @@ def _forward(table: Array, ids: Array, axis: str, dtype: Any) -> tuple[Array, tu
     return constrain(vectors, *_OUT), (table, ids)
 
 
-def _backward(axis: str, dtype: Any, residuals: tuple[Array, Array], dx: Array) -> tuple[Array, None]:
+def _backward(axis: str, dtype: DTypeLike, residuals: tuple[Array, Array], dx: Array) -> tuple[Array, None]:
     table, ids = residuals
     already = cut_already(axis)
     over, tokens = cut_over(axis), cut_over("batch", "seq")

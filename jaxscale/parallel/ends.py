@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxscale.layout.tensors import Tree
 from jaxscale.parallel.reductions import sharded_logsumexp
 
 Over = tuple[str, ...]
@@ -40,7 +40,7 @@ def axis_size(over: Over) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def sum_over(x: Any, over: Over) -> Any:
+def sum_over(x: Tree, over: Over) -> Tree:
     """Sum a value over devices; in the backward pass every device gets the replicated cotangent.
 
     Args:
@@ -57,7 +57,7 @@ sum_over.defvjp(lambda x, over: (psum_float32(x, over), None), lambda over, _, d
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def share_over(x: Any, over: Over) -> Any:
+def share_over(x: Tree, over: Over) -> Tree:
     """Return a replicated value for each device's part of a computation; the backward pass sums the cotangents.
 
     Args:
@@ -97,7 +97,7 @@ def _logsumexp_backward(over: Over, residuals: tuple[Array, Array], d: Array) ->
 logsumexp_over.defvjp(_logsumexp_forward, _logsumexp_backward)
 
 
-def psum_float32(x: Any, over: Over) -> Any:
+def psum_float32(x: Tree, over: Over) -> Tree:
     """Sum a tree of arrays over mesh axes, in float32.
 
     XLA for CPU aborts on a bfloat16 all-reduce in a program that is manual over some mesh axes only.

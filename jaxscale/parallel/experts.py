@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxscale.errors import LayoutError
@@ -86,7 +87,7 @@ def expert_mlp(
     weights: Weights,
     *,
     act: Callable[[Array], Array],
-    dtype: Any,
+    dtype: DTypeLike,
     capacity: Capacity | None = None,
 ) -> Float[Array, "b s e"]:
     """Sum `weight * down(act(gate(x)) * up(x))` over each token's experts; without a gate `down(act(up(x)))`.
@@ -138,7 +139,7 @@ def expert_mlp(
     tokens = spec(settings.summed, batch, seq, ())
     route = spec(batch, seq, (), ())
 
-    def kernels(embed: tuple[str, ...]) -> Any:
+    def kernels(embed: tuple[str, ...]) -> Weights:
         up = spec(settings.experts, embed, cut_over("expert_mlp"))
         down = spec(settings.experts, cut_over("expert_mlp"), embed)
         return Weights(None if weights.gate is None else up, up, down)  # type: ignore[arg-type]  # of the same tree
@@ -208,7 +209,7 @@ class _Settings:
     scattered: tuple[str, ...] = ()
 
 
-def _settings(act: Callable[[Array], Array], dtype: Any, capacity: Capacity | None) -> _Settings:
+def _settings(act: Callable[[Array], Array], dtype: DTypeLike, capacity: Capacity | None) -> _Settings:
     experts, mlp = cut_over("experts"), cut_over("expert_mlp")
     tokens = cut_over("expert_batch", "expert_seq")
 
@@ -421,7 +422,7 @@ def _carry(
     )
 
 
-def _carry_bwd(exchange: _Exchange, outbound: bool, residuals: Any, d: Array) -> tuple[Array, None, None]:
+def _carry_bwd(exchange: _Exchange, outbound: bool, residuals: tuple[Array, ...], d: Array) -> tuple[Array, None, None]:
     return _carry(d, *residuals, exchange, not outbound), None, None
 
 

@@ -6,10 +6,11 @@ are devices, logits are stored and masked.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.cut_cross_entropy import Logits, Merged, Parts, gradients, parts
@@ -60,7 +61,7 @@ def gradients_of_filled(
     slopes: Merged,
     logits: Logits,
     implementation: str | None,
-    dw_dtype: Any,
+    dw_dtype: DTypeLike,
 ) -> tuple[Array, Array]:
     """Compute `pallas_kernels.cut_cross_entropy.gradients` of rows that can include padding.
 

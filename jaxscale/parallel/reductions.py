@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from jaxscale.layout.tensors import Tree
 from pallas_kernels.softmax.pairs import combine_all, partial
 
 
@@ -41,7 +40,7 @@ def sharded_logsumexp_by_maximum(x: Float[Array, "... v"], axis_name: str | tupl
     return top + jnp.log(lax.psum(jnp.sum(jnp.exp(x - top[..., None]), axis=-1), axis_name))
 
 
-def gather_together(tree: Any, axis_name: str | tuple[str, ...]) -> Any:
+def gather_together(tree: Tree, axis_name: str | tuple[str, ...]) -> Tree:
     """Gather a tree of arrays of the same shape and dtype by one `all_gather`, along a new leading axis."""
     leaves, structure = jax.tree.flatten(tree)
     gathered = lax.all_gather(jnp.stack(leaves), axis_name)

@@ -12,6 +12,7 @@ from jaxscale.errors import LayoutError
 from jaxscale.layout import current
 from jaxscale.layout.axes import check_axis
 from jaxscale.layout.rules import Kind
+from jaxscale.layout.tensors import Tree
 
 Axes = Sequence[str | None]
 
@@ -20,9 +21,9 @@ def sharded_op(
     fn: Callable[..., Any],
     *arrays: jax.Array,
     axes: Sequence[Axes],
-    out_axes: Any,
+    out_axes: Tree,
     kind: Kind = "activations",
-    out_kinds: Any = None,
+    out_kinds: Tree | None = None,
     name: str = "",
 ) -> Any:
     """Call `fn` on every device's shards of `arrays`, sharded by the layout in force (a `shard_map`).
@@ -65,7 +66,7 @@ def sharded_op(
         # inside another shard_map a shape is local, and some mesh axes are manual already
         return layout.spec(names, shape, kind=kind, name=name or "an operand of a kernel", manual=manual)
 
-    def is_names(a: Any) -> bool:
+    def is_names(a: object) -> bool:
         return isinstance(a, tuple) and all(x is None or isinstance(x, str) for x in a)
 
     if out_kinds is None:

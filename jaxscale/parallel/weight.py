@@ -9,9 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxscale.layout import TensorInfo, constrain, in_use, path_name, unfill
+from jaxscale.layout.tensors import Tree
 
 Axes = tuple[str, ...]
 
@@ -29,7 +31,7 @@ class Weight(abc.ABC):
         """The kernel's shape."""
 
     @abc.abstractmethod
-    def dense(self, dtype: Any = None) -> Float[Array, "..."]:
+    def dense(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """Return the kernel as one array.
 
         Args:
@@ -37,7 +39,7 @@ class Weight(abc.ABC):
         """
 
     def matmul(
-        self, x: Float[Array, "..."], axes: Axes, contracted: tuple[int, ...], dtype: Any, out_dtype: Any
+        self, x: Float[Array, "..."], axes: Axes, contracted: tuple[int, ...], dtype: DTypeLike, out_dtype: DTypeLike
     ) -> Float[Array, "..."]:
         """Return `x · kernel`, by default by `dense`.
 
@@ -53,7 +55,7 @@ class Weight(abc.ABC):
         """
         return product(x, self.dense(dtype), axes, contracted, dtype, out_dtype)
 
-    def infos(self, info: TensorInfo) -> Any:
+    def infos(self, info: TensorInfo) -> Tree:
         """Return a `TensorInfo` for each array of this weight, in the weight's tree structure.
 
         By default an array of the kernel's rank has the kernel's axes for dimensions of the same size, and any other
@@ -63,7 +65,7 @@ class Weight(abc.ABC):
           info: the `TensorInfo` of the kernel.
         """
 
-        def one(path: tuple[Any, ...], x: Any) -> TensorInfo:
+        def one(path: tuple[Any, ...], x: Array | TensorInfo) -> TensorInfo:
             same = len(x.shape) == len(info.shape)
             sizes = zip(info.axes, info.shape, x.shape, strict=True) if same else ()
             axes = tuple(a if n == m else None for a, n, m in sizes) if same else (None,) * len(x.shape)
@@ -87,12 +89,12 @@ class Dense(Weight):
         """The shape of the array."""
         return self.array.shape
 
-    def dense(self, dtype: Any = None) -> Float[Array, "..."]:
+    def dense(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """See `Weight`."""
         return self.array if dtype is None else self.array.astype(dtype)
 
     def matmul(
-        self, x: Float[Array, "..."], axes: Axes, contracted: tuple[int, ...], dtype: Any, out_dtype: Any
+        self, x: Float[Array, "..."], axes: Axes, contracted: tuple[int, ...], dtype: DTypeLike, out_dtype: DTypeLike
     ) -> Float[Array, "..."]:
         """See `Weight`; the gradient has the array's dtype."""
         return product(x, self.array, axes, contracted, dtype, out_dtype)
@@ -102,7 +104,7 @@ class Dense(Weight):
         return dataclasses.replace(info, dtype=self.array.dtype)
 
 
-def as_weight(value: Any) -> Weight:
+def as_weight(value: Array | Weight) -> Weight:
     """Return a parameter's value as a weight: an array becomes `Dense`.
 
     Args:
@@ -117,8 +119,8 @@ def product(
     kernel: Array,
     axes: Axes,
     contracted: tuple[int, ...],
-    dtype: Any,
-    out_dtype: Any,
+    dtype: DTypeLike,
+    out_dtype: DTypeLike,
 ) -> Float[Array, "..."]:
     """Compute `x · kernel` for an array; see `jaxscale.nn.project`. An array of integers has no gradient."""
     return product_forward(x, kernel, axes, contracted, dtype, out_dtype)[0]
@@ -159,8 +161,8 @@ def kernel_gradient(
     dy: Float[Array, "..."],
     axes: Axes,
     contracted: tuple[int, ...],
-    dtype: Any,
-    kernel_dtype: Any,
+    dtype: DTypeLike,
+    kernel_dtype: DTypeLike,
 ) -> Float[Array, "..."]:
     """Return the gradient of a product's kernel, from the product's input and its output's cotangent."""
     x, dy = x.astype(dtype), dy.astype(dtype)

@@ -17,6 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxscale.layout.tensors import Tree
 from jaxscale.parallel.context.local import Attend, Ring, Tokens
 from jaxscale.parallel.context.order import Chunks
 from jaxscale.parallel.context.ring import again_after
@@ -63,7 +64,9 @@ def _forward(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: A
     return out, (q, k, v, tokens, out, lse)
 
 
-def _backward(ring: Ring, attend: Attend, residuals: Any, dout: Array) -> tuple[Array, Array, Array, None]:
+def _backward(
+    ring: Ring, attend: Attend, residuals: tuple[Array, Array, Array, Tokens, Array, Array], dout: Array
+) -> tuple[Array, Array, Array, None]:
     q, k, v, tokens, out, lse = residuals
     k, v, dout = again_after((k, v, dout))
     options = _kernel_options(q, tokens, ring, attend)
@@ -79,7 +82,7 @@ def _backward(ring: Ring, attend: Attend, residuals: Any, dout: Array) -> tuple[
 _attend.defvjp(_forward, _backward)
 
 
-def _gathered(tree: Any, ring: Ring) -> Any:
+def _gathered(tree: Tree, ring: Ring) -> Tree:
     """Gather the tokens of all devices along the second dimension."""
     return jax.tree.map(lambda x: lax.all_gather(x, ring.axes, axis=1, tiled=True), tree)
 

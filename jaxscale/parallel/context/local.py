@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxscale.layout.tensors import Tree
 from jaxscale.parallel.context.merge import Part, merge, nothing
 from jaxscale.parallel.context.order import DIAGONAL, FULL, Chunks, Slot, Visit, visits
 from pallas_kernels.flash_attention import flash_attention, gradients
@@ -35,7 +36,7 @@ class Ring:
         """Return this device's place in its ring."""
         return lax.axis_index(self.axes) // self.inner
 
-    def shift(self, tree: Any, by: int) -> Any:
+    def shift(self, tree: Tree, by: int) -> Tree:
         """Send every array of `tree` to the device that is `by` places ahead."""
         pairs = [
             (i * self.inner + j, (i + by) % self.size * self.inner + j)
@@ -230,7 +231,7 @@ class _Product:
         self._pieces = 1 if slot.whole else each
         self._q, self._k, self.away = (self._mine(table) for table in (slot.q, slot.k, slot.away))
 
-    def _mine(self, table: Any) -> Any:
+    def _mine(self, table: np.ndarray | Array) -> int | Array:
         if isinstance(table, np.ndarray) and (table == table[0]).all():
             return int(table[0])  # known before tracing
         return jnp.asarray(table)[self.device]
@@ -251,14 +252,14 @@ class _Product:
         """Return `x` with `new` in place of `k(x)`."""
         return self._put(x, new, self._k)
 
-    def _cut(self, x: Array, chunk: Any) -> Array:
+    def _cut(self, x: Array, chunk: int | Array) -> Array:
         length = x.shape[1] // self._pieces
         return x if self._pieces == 1 else lax.dynamic_slice_in_dim(x, chunk * length, length, axis=1)
 
-    def _put(self, x: Array, new: Array, chunk: Any) -> Array:
+    def _put(self, x: Array, new: Array, chunk: int | Array) -> Array:
         return new if self._pieces == 1 else lax.dynamic_update_slice_in_dim(x, new, chunk * new.shape[1], axis=1)
 
-    def if_on(self, work: Callable[[Any], Any], x: Any) -> Any:
+    def if_on(self, work: Callable[[Tree], Tree], x: Tree) -> Tree:
         """Return `work(x)` on devices that have this product, else `x`; `work` must not contain collectives."""
         if self.slot.always:
             return work(x)

@@ -17,6 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxscale.layout.tensors import Tree
 from jaxscale.parallel.context.local import Attend, Cotangent, KeyGradients, Keys, Queries, Ring, Tokens
 from jaxscale.parallel.context.merge import Part, delta
 from jaxscale.parallel.context.order import Slot, Visit
@@ -80,7 +81,7 @@ def _backward(ring: Ring, attend: Attend, residuals: Residuals, dout: Array) -> 
     cotangent = Cotangent(dout, lse, delta(out, dout))
     keys, (own, *others) = Keys(k, v, tokens), attend.visits(ring.size, q.shape[1], tokens)
 
-    def step(carry: Any, slots: tuple[Slot, ...], before: int, after: int) -> Any:
+    def step(carry: Tree, slots: tuple[Slot, ...], before: int, after: int) -> Tree:
         keys, dq, dkeys = carry
         coming, dkeys = ring.shift(keys, after), ring.shift(dkeys, before)
         more, new = attend.backward(queries, keys, cotangent, slots, me)
@@ -110,7 +111,7 @@ def _add(a: KeyGradients, b: KeyGradients) -> KeyGradients:
     return KeyGradients(a.dk + b.dk, a.dv + b.dv)
 
 
-def _walk(visits: Sequence[Visit], carry: Any, step: Callable[..., Any], *, alone: int = 0) -> Any:
+def _walk(visits: Sequence[Visit], carry: Tree, step: Callable[..., Any], *, alone: int = 0) -> Tree:
     """Call `step(carry, slots, before, after)` for every visit, where keys move by `before` and `after` places.
 
     Both are 0 at the ends. Three or more visits with the same structure are one scan, so that the program does not grow
@@ -127,7 +128,7 @@ def _walk(visits: Sequence[Visit], carry: Any, step: Callable[..., Any], *, alon
         if end - i > 2:
             slots = jax.tree.map(lambda *tables: np.stack(tables), *(v.slots for v in visits[i:end]))
 
-            def again(carry: Any, slots: tuple[Slot, ...], hop: int = hops[i + 1]) -> tuple[Any, None]:
+            def again(carry: Tree, slots: tuple[Slot, ...], hop: int = hops[i + 1]) -> tuple[Tree, None]:
                 return step(carry, slots, hop, hop), None
 
             carry, _ = lax.scan(again, carry, slots)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxscale.layout.tensors import Tree
 from jaxscale.parallel.context.local import Attend, Cotangent, KeyGradients, Keys, Queries, Ring, Tokens
 from jaxscale.parallel.context.merge import Part, delta, merge
 from jaxscale.parallel.context.ring import again_after
@@ -74,7 +75,9 @@ def _forward(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: A
     return saved.out, ((q, k, v, tokens), saved)
 
 
-def _backward(ring: Ring, attend: Attend, residuals: Any, dout: Array) -> tuple[Array, Array, Array, None]:
+def _backward(
+    ring: Ring, attend: Attend, residuals: tuple[Tree, Tree], dout: Array
+) -> tuple[Array, Array, Array, None]:
     (q, k, v, tokens), (out, lse) = residuals
     q, dout = again_after((q, dout))
     keys, me = Keys(k, v, tokens), ring.index()

@@ -337,7 +337,7 @@ class _Stage:
         def zeros(tree: Tree) -> Tree:
             return jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
 
-        def shard(a: Any, axes: Any) -> Any:
+        def shard(a: Array | None, axes: Sequence[str | None]) -> Array | None:
             return None if a is None else constrain(a, None, *axes)
 
         sums = jax.eval_shape(self.model.end, self.ends, self._like, self._micro(0))[1]
@@ -361,7 +361,7 @@ class _Stage:
         )
 
 
-def _is_spec(x: Any) -> bool:
+def _is_spec(x: object) -> bool:
     return isinstance(x, PartitionSpec)
 
 

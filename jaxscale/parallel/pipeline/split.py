@@ -62,7 +62,7 @@ class Split:
         first: dict[int, int] = {}
         keeper = tuple(first.setdefault(id(u.x), i) if u is not None else i for i, u in enumerate(uses))
 
-        def shape(a: Any) -> jax.ShapeDtypeStruct:  # a tracer must not outlive its trace
+        def shape(a: Array) -> jax.ShapeDtypeStruct:  # a tracer must not outlive its trace
             return jax.ShapeDtypeStruct(a.shape, a.dtype)
 
         uses = tuple(u and dataclasses.replace(u, x=shape(u.x), y=shape(u.y)) for u in uses)
@@ -81,11 +81,11 @@ class Split:
         """Return the logical axes of the pairs."""
         return [self._pair(i, lambda _, names: names) for i in self.waiting]
 
-    def _pair(self, i: int, make: Callable[[Any, tuple[str | None, ...]], Any]) -> Any:
+    def _pair(self, i: int, make: Callable[[Any, tuple[str | None, ...]], Any]) -> tuple[Tree, Tree]:
         use = self.uses[i]
         assert use is not None
 
-        def of(a: Any, axes: Sequence[str]) -> Any:
+        def of(a: Array | jax.ShapeDtypeStruct, axes: Sequence[str]) -> Tree:
             like = jax.ShapeDtypeStruct((self.copies[i], *a.shape), a.dtype)
             return make(like, (None, "batch", "seq", *axes))
 

@@ -31,30 +31,37 @@ _turn = itertools.count()
 
 
 def right(x: np.ndarray) -> np.ndarray:
+    """Double x."""
     return 2 * x
 
 
 def wrong(x: np.ndarray) -> np.ndarray:
+    """Double x, with an error above the allowance."""
     return 2.01 * x
 
 
 def one_row_wrong(x: np.ndarray) -> np.ndarray:
+    """Double x, with an error in one row."""
     return np.where(np.arange(SHAPE[0])[:, None] == 5, 2 * x + 1e-5, 2 * x)
 
 
 def unlike(x: np.ndarray) -> np.ndarray:
+    """Double x, with other bits in every second call, within the allowance."""
     return 2 * x * (1 + next(_turn) % 2 * np.float32(2.0**-23))  # within the allowance, and other bits
 
 
 def half_written(x: np.ndarray) -> np.ndarray:
+    """Double x, with a part of the result left as it was in memory."""
     return np.where(x > 2, _garbage, 2 * x) if np.isnan(_garbage) else 2 * x
 
 
 def raises(x: np.ndarray) -> np.ndarray:
+    """Raise an error, as a device that faulted does."""
     raise RuntimeError("an illegal memory access was encountered\nand much else")
 
 
 def refused(x: np.ndarray) -> np.ndarray:
+    """Raise as an unsupported implementation does."""
     raise KernelError("toy: implementation='xla' is not supported here: it is too odd")
 
 
@@ -73,6 +80,7 @@ def program(f: Callable[[np.ndarray], np.ndarray], seed: int | None) -> Program:
 
 
 def work(f: Callable[[np.ndarray], np.ndarray]) -> Work:
+    """Return the work of a function, named after it."""
     return Work("toy", f.__name__, "float32", ("double",), lambda seed: program(f, seed))
 
 

@@ -74,6 +74,7 @@ class Case:
 
     @property
     def name(self) -> str:
+        """The row's name: its first four columns."""
         return f"{self.op} {self.feature} {self.dtype} {self.direction}"
 
 
@@ -118,6 +119,7 @@ class Work:
 
     @property
     def name(self) -> str:
+        """Its name: op, feature, dtype and parts."""
         return f"{self.op} {self.feature} {self.dtype} {' '.join(self.parts)}"
 
 
@@ -138,6 +140,7 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
+        """The row as strings, in the order of `HEAD`."""
         c, number = self.case, lambda x: "" if x is None else f"{x:.1e}"
         errors = (number(self.error), number(self.plain))
         return (c.op, c.feature, c.dtype, c.direction, self.backend, *errors, self.verdict)
@@ -462,6 +465,7 @@ def committed() -> dict[tuple[str, ...], tuple[str, ...]]:
 
 
 def main() -> int:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--op", help="measure this op alone; the table's other rows stay")
     args = parser.parse_args()

@@ -12,8 +12,7 @@ HERE = tuple(b for b in BACKENDS if b != "mosaic_gpu" or dispatch.JAX_VERSION >=
 
 
 def _sample(dtype: str) -> list[Case]:
-    """Slow cases are left to the table: float16, large arrays, and attention, whose own tests compare pairs of
-    features in the same way."""
+    """Return the fast cases: without float16, large arrays, and attention, which has such tests of its own."""
     attention = lambda c: c.op == "flash_attention"  # noqa: E731
     return [c for c in CASES.values() if c.dtype == dtype and "large" not in c.feature and not attention(c)]
 

@@ -50,8 +50,7 @@ def make(case: dict[str, Any], seed: int = 0) -> tuple[tuple[Any, Any, Any], dic
 def truth(arrays: tuple[Any, Any, Any], options: dict[str, Any], d: Any, dlse: Any) -> tuple[np.ndarray, ...]:
     """Return loss, log-sum-exp and the gradients of x, w and weights, by hand, in float64.
 
-    Args:
-      d, dlse: cotangents of the first two.
+    `d` and `dlse` are the cotangents of the first two.
     """
     x, w, targets = arrays
     w = np.asarray(w.astype(x.dtype), np.float64)

@@ -73,6 +73,7 @@ def parameters(cases: list[dict[str, Any]]) -> list[Any]:
 
 
 def name_of(case: dict[str, Any]) -> str:
+    """Return a case's name: the features that it has and their values."""
     return (
         " ".join(f"{v}" if k in ("dtype", "kind") else f"{k}={v}" for k, v in case.items() if v)
         .replace("(", "")

@@ -70,11 +70,13 @@ def grid() -> list[dict[str, Any]]:
 
 
 def name_of(case: dict[str, Any]) -> str:
+    """Return a case's name: dtype, width and the features that it has."""
     words = [name for name, value in case.items() if value is True]
     return " ".join([case["dtype"], f"D={width_of(case)}", *words])
 
 
 def width_of(case: dict[str, Any]) -> str:
+    """Return a case's width, or those of keys and values."""
     return "/".join(map(str, case["D"])) if isinstance(case["D"], tuple) else str(case["D"])
 
 
@@ -279,9 +281,10 @@ the largest of (our error / the plain one's); one above 2 that is ok is below th
 
 
 def main() -> int:
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--backend", choices=SOURCES, default="xla")
-    parser.add_argument("--dtype", choices=FEATURES["dtype"], help="these cases alone")
+    parser.add_argument("--dtype", choices=FEATURES["dtype"], help="measure only cases of this dtype")
     parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS", help="stop after so long")
     args = parser.parse_args()
     if args.backend not in {one.name for one in flash_attention.IMPLEMENTATIONS}:

@@ -19,6 +19,7 @@ OPS = {
 
 
 def normal(shape: tuple[int, ...], dtype: Any = jnp.float32, seed: int = 0, scale: float = 3.0) -> jax.Array:
+    """Return normal numbers."""
     return (jax.random.normal(jax.random.key(seed), shape) * scale).astype(dtype)
 
 
@@ -57,6 +58,7 @@ def value_and_gradient(f: Any, x: jax.Array, g: jax.Array) -> tuple[jax.Array, j
 
 
 def cotangent(op: str, x: jax.Array) -> jax.Array:
+    """Return a cotangent of the op's output."""
     return normal(x.shape[:-1]) if op == "logsumexp" else normal(x.shape, x.dtype, seed=1)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxscale.step import model_flops
 from jaxscale.step.rates import examples
@@ -12,6 +12,8 @@ from jaxscale.sweep.base import Record, Trial
 from jaxscale.sweep.outcomes import plain
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from jaxscale.sweep.sweep import Prepared
 
 MOST = 1000
@@ -51,7 +53,7 @@ def planned(prepared: Prepared) -> list[Planned]:
     return out
 
 
-def table_of(prepared: Prepared) -> Any:
+def table_of(prepared: Prepared) -> Table:
     """Return a rich table of the planned trials, and their sum."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table

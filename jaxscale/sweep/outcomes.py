@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
 
 from jaxscale.errors import AlteredFile, DamagedFile
 from jaxscale.reading import LARGEST
@@ -116,7 +115,7 @@ class Progress:
         )
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     """Whether a value is a float, or an integer (no boolean) that a float can hold."""
     return isinstance(value, float) or isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
 
@@ -127,6 +126,6 @@ def score(record: Record) -> float:
     return value if math.isfinite(value) else math.inf
 
 
-def plain(value: Any) -> str:
+def plain(value: object) -> str:
     """Return a value as text for the table: floats to six digits, everything else as `str` gives it."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -276,7 +276,7 @@ class SharedLedger:
         return now - since < self.shared.patience
 
     def _folder(self, trial: Trial, starts: Sequence[_Start]) -> Path:
-        """The folder of the latest start that this machine can see and nobody uses; else one in its own folder."""
+        """The folder of the latest start that this machine sees and no process uses; else one in its own folder."""
         for start in reversed(starts):
             folder = Path(start.fields["run"])
             if start.fields["home"] == self.machine:

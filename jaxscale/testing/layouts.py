@@ -183,7 +183,7 @@ def build(
     return Setup(blueprint, state if layout is None else jax.tree.map(lay, state, blueprint.shardings()))
 
 
-def lay(x: Any, sharding: Any) -> jax.Array:
+def lay(x: jax.Array | np.ndarray, sharding: Any) -> jax.Array:
     """Place a whole array on devices as `jax.device_put` does, even if some belong to another process."""
     whole = x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
     return jax.make_array_from_callback(x.shape, sharding, lambda at: whole[at])

@@ -30,7 +30,7 @@ from jaxscale.testing.params import random_params
 LENGTHS, SEQ, VOCAB = (5, 1, 4, 3), 16, 32
 WIDTH = 6
 BACK = 2
-Same = Callable[[Any, Any, str], None]
+Same = Callable[[np.ndarray, np.ndarray, str], None]
 
 
 def check_model(config: ModelConfig, *, tolerance: float = 1e-4) -> tuple[str, ...]:
@@ -61,13 +61,13 @@ def check_model(config: ModelConfig, *, tolerance: float = 1e-4) -> tuple[str, .
     return _check(config, type(config).__name__, tolerance)
 
 
-def _check(config: Any, name: str, tolerance: float) -> tuple[str, ...]:
+def _check(config: ModelConfig, name: str, tolerance: float) -> tuple[str, ...]:
     if isinstance(config, DropsTokens):  # which tokens are dropped depends on the rest of the row
         config = config.dropless()
     graphdef, infos = describe_model(config)
     model = nnx.merge(graphdef, jax.tree.map(jnp.asarray, random_params(infos)))
 
-    def same(got: Any, want: Any, what: str) -> None:
+    def same(got: np.ndarray, want: np.ndarray, what: str) -> None:
         error = float(np.max(np.abs(got - want))) / max(1.0, float(np.max(np.abs(want))))
         assert error <= tolerance, f"{name}: {what}; the largest difference is {error:.1e} of the largest number"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -37,7 +38,7 @@ def check_objective(config: TrainConfig, batch: Batch, *, tolerance: float = 1e-
     half = rows // 2
     assert rows == 2 * half and half % objective.group == 0, f"{rows} rows do not split into two halves of whole groups"
 
-    def terms(part: Any) -> Any:
+    def terms(part: Mapping[str, jax.Array]) -> Any:
         model, reference = (nnx.merge(blueprint.graphdef, p) for p in (params, base))
         return terms_of(objective, model, part, reference=reference)
 
@@ -48,7 +49,7 @@ def check_objective(config: TrainConfig, batch: Batch, *, tolerance: float = 1e-
     both = set(whole) & set(weights)
     assert not both, f"terms and weights both have {sorted(both)}"
 
-    def close(a: Any, b: Any) -> bool:
+    def close(a: float | jax.Array, b: float | jax.Array) -> bool:
         return np.allclose(a, b, rtol=tolerance, atol=tolerance * max(1.0, float(np.max(np.abs(b)))))
 
     value = objective.value(whole | weights)

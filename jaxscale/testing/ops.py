@@ -20,7 +20,7 @@ UNIT = 2.0**-22
 """Minimum allowed relative error: two units in the last place of float32, the error of GPUs' exp2 (PTX, ex2.approx)."""
 
 
-def error_of(got: Any, truth: np.ndarray) -> float:
+def error_of(got: jax.Array | np.ndarray, truth: np.ndarray) -> float:
     """Return the relative error |got - truth| / |truth| in float64; the absolute error if `truth` is zero.
 
     Raises:
@@ -52,8 +52,8 @@ def compare_op(ours: Callable[..., Any], plain: Callable[..., Any], *arrays: jax
     run = functools.partial(_forward_and_backward, cotangent=cotangent)
     with jax.enable_x64(True):
         wide = [np.asarray(x).astype(np.float64) if _floats(x) else np.asarray(x) for x in arrays]
-        truth = _forward_and_backward(plain, *map(jnp.asarray, wide), cotangent=jnp.asarray(cotangent, jnp.float64))
-        truth = {what: np.asarray(x) for what, x in truth.items()}
+        exact = _forward_and_backward(plain, *map(jnp.asarray, wide), cotangent=jnp.asarray(cotangent, jnp.float64))
+        truth = {what: np.asarray(x) for what, x in exact.items()}
     mine, simple = run(ours, *arrays), run(plain, *arrays)
     row = {}
     for what, x in mine.items():
@@ -63,11 +63,11 @@ def compare_op(ours: Callable[..., Any], plain: Callable[..., Any], *arrays: jax
     return Agreement("against float64", {f"{shape.dtype.name} {shape.shape}": row})
 
 
-def _floats(x: Any) -> bool:
+def _floats(x: jax.Array | np.ndarray) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _forward_and_backward(op: Callable[..., Any], *arrays: Any, cotangent: Any) -> dict[str, Any]:
+def _forward_and_backward(op: Callable[..., Any], *arrays: jax.Array, cotangent: jax.Array) -> dict[str, jax.Array]:
     """The op's value, and the gradient of each array of a floating dtype."""
     at = [i for i, x in enumerate(arrays) if _floats(x)]
 

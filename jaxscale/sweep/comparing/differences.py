@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -191,7 +191,7 @@ def short_names(names: Sequence[str]) -> list[str]:
     ]
 
 
-def worded(value: Any) -> str:
+def worded(value: object) -> str:
     """Return a binding's value as short text: floats to four digits, `@optimizer/AdamW()` as `AdamW`."""
     if isinstance(value, bool) or value is None:
         return str(value)
@@ -202,9 +202,9 @@ def worded(value: Any) -> str:
     return str(value)
 
 
-def _names(dicts: Iterable[dict[str, Any]]) -> list[str]:
+def _names(dicts: Iterable[Mapping[str, object]]) -> list[str]:
     return list(dict.fromkeys(name for d in dicts for name in d))
 
 
-def _differ(values: Sequence[Any]) -> bool:
+def _differ(values: Sequence[object]) -> bool:
     return len({repr(v) for v in values}) > 1

@@ -213,12 +213,12 @@ def _quoted(text: str) -> str:
     return re.sub(parts, lambda match: match[1] or repr(match[2]), text)
 
 
-def is_finite(value: Any) -> TypeGuard[float]:
+def is_finite(value: object) -> TypeGuard[float]:
     """Whether a value is a number, and neither NaN nor infinite."""
     return _is_number(value) and math.isfinite(value)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -301,7 +301,7 @@ def _folded(title: str, inner: str) -> str:
     return f"<details><summary>{_safe(title)}</summary>{inner}</details>"
 
 
-def _definitions(facts: Mapping[str, Any]) -> str:
+def _definitions(facts: Mapping[str, object]) -> str:
     return "<dl>" + "".join(f"<dt>{_safe(k)}</dt><dd>{_safe(v)}</dd>" for k, v in facts.items()) + "</dl>"
 
 
@@ -318,19 +318,19 @@ def _row(head: str, cells: Iterable[str], run: int | None = None) -> str:
     return f'<tr{mark}><th scope="row" title="{_safe(head)}">{_safe(head)}</th>{"".join(cells)}</tr>'
 
 
-def _cell(text: Any, value: float | None = None, classes: str = "") -> str:
+def _cell(text: object, value: float | None = None, classes: str = "") -> str:
     attributes = (f' class="{classes}"' if classes else "") + (f' data-value="{value}"' if value is not None else "")
     return f"<td{attributes}>{_safe(text)}</td>"
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return _cell("", classes="n")
     whole = isinstance(value, int) or (abs(value) >= 1000 and math.isfinite(value))
     return _cell(f"{value:,.0f}" if whole else f"{value:.4g}", value, "n" if math.isfinite(value) else "n bad")
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return _cell(worded(value), value, "n")
     return _cell("" if value is None else worded(value))
@@ -343,7 +343,7 @@ def _span(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def _safe(text: Any) -> str:
+def _safe(text: object) -> str:
     return html.escape(str(text), quote=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,11 +22,17 @@ from jaxscale.sweep.comparing.differences import (
 from jaxscale.sweep.comparing.folders import Ran
 from jaxscale.sweep.comparing.page import GENERATOR, parallel_axes
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 PANELS = 4
+"""At most this many losses are drawn, side by side."""
+
 LEGEND = 12
+"""With more groups than this there is no legend."""
 
 
-def draw_curves(runs: Sequence[Ran], metric: str | None = None, path: Path | None = None) -> Any:
+def draw_curves(runs: Sequence[Ran], metric: str | None = None, path: Path | None = None) -> Figure | None:
     """Draw curves of the losses; several seeds are drawn as their mean in a band from minimum to maximum.
 
     Args:
@@ -64,7 +70,7 @@ def draw_curves(runs: Sequence[Ran], metric: str | None = None, path: Path | Non
     return _saved(figure, path)
 
 
-def draw_parallel(runs: Sequence[Ran], metric: str | None = None, path: Path | None = None) -> Any:
+def draw_parallel(runs: Sequence[Ran], metric: str | None = None, path: Path | None = None) -> Figure | None:
     """Draw differing bindings as parallel axes, the objective last; lines turn from orange to blue as it falls.
 
     Args:
@@ -130,7 +136,7 @@ def _heights(axis: dict[str, Any]) -> list[float]:
     return [missing if v is None else (scaled[v] - low) / (high - low) if high > low else 0.5 for v in axis["values"]]
 
 
-def _colors(runs: Sequence[Ran], groups: Sequence[Group], objective: str) -> list[Any]:
+def _colors(runs: Sequence[Ran], groups: Sequence[Group], objective: str) -> Sequence[str | tuple[float, ...]]:
     """Distinct colours for up to eight groups; for more, by the rank of their objective."""
     if len(groups) <= 8:
         return ["#1f5fa8", "#c4500b", "#11805d", "#9a3d86", "#8a6d00", "#2a8fbd", "#b3261e", "#59636e"][: len(groups)]
@@ -138,7 +144,7 @@ def _colors(runs: Sequence[Ran], groups: Sequence[Group], objective: str) -> lis
     return _shades([float(np.mean(end)) if end else None for end in ends])
 
 
-def _shades(values: Sequence[float | None]) -> list[Any]:
+def _shades(values: Sequence[float | None]) -> Sequence[str | tuple[float, ...]]:
     from matplotlib.colors import LinearSegmentedColormap
 
     ramp = LinearSegmentedColormap.from_list("judged", ["#1769aa", "#8f8f86", "#d9822b"])
@@ -146,7 +152,7 @@ def _shades(values: Sequence[float | None]) -> list[Any]:
     return ["#b0b4b8" if v is None else ramp(order.index(v) / max(1, len(order) - 1)) for v in values]
 
 
-def _figure(width: float, height: float) -> Any:
+def _figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -157,7 +163,7 @@ def _figure(width: float, height: float) -> Any:
     return figure
 
 
-def _saved(figure: Any, path: Path | None) -> Any:
+def _saved(figure: Figure, path: Path | None) -> Figure:
     if path is not None:
         try:
             figure.savefig(path, metadata={"Software": GENERATOR})

@@ -208,9 +208,15 @@ class _Programs:
             sums = jax.vmap(evaluated)(jnp.arange(count), _stack(params), _stack(batches))
             return _unstack(sums, count)
 
-        inits = lambda: jax.vmap(init)(jnp.arange(count), jnp.asarray(seeds))  # noqa: E731
-        take = lambda stack, member: jax.tree.map(lambda x: x[member], stack)  # noqa: E731
-        put = lambda stack, state, member: jax.tree.map(lambda x, y: x.at[member].set(y), stack, state)  # noqa: E731
+        def inits() -> TrainState:
+            return jax.vmap(init)(jnp.arange(count), jnp.asarray(seeds))
+
+        def take(stack: TrainState, member: jax.Array) -> TrainState:
+            return jax.tree.map(lambda x: x[member], stack)
+
+        def put(stack: TrainState, state: TrainState, member: jax.Array) -> TrainState:
+            return jax.tree.map(lambda x, y: x.at[member].set(y), stack, state)
+
         if whole is None:
             self.init, self.take = jax.jit(inits), jax.jit(take)
             self.put, self.step = jax.jit(put, donate_argnums=0), jax.jit(steps, donate_argnums=0)

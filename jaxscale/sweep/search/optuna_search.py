@@ -146,7 +146,7 @@ def _made(field: str, make: Callable[..., Any], options: Mapping[str, Any]) -> A
         raise ConfigError(f"OptunaSearch.{field} cannot be created: {e}") from None
 
 
-def _is(value: Any, names: Iterable[str]) -> bool:
+def _is(value: object, names: Iterable[str]) -> bool:
     return any(kind.__name__ in names for kind in type(value).__mro__)
 
 

@@ -114,7 +114,7 @@ def test_train_prints_a_sample_when_asked_for(run, gin):
     assert "a sample, continuing 'def f':\n\ndef f" in out
 
 
-def test_nothing_is_said_of_the_time_left_before_a_step_without_compiling_was_taken():
+def test_no_remaining_time_is_printed_before_a_step_without_compiling():
     seconds_left = []
     loop = Loop.__new__(Loop)
     loop.spent, loop.timed, loop.last, loop.peak = 1e-9, 0, 8, None
@@ -217,7 +217,7 @@ class OwnSchedule(js.optim.Constant):
 """
 
 
-def test_a_run_with_parts_of_ones_own_says_what_to_import(run, refused, gin, tmp_path):
+def test_a_run_with_user_defined_parts_names_what_to_import(run, refused, gin, tmp_path):
     (tmp_path / "own_parts.py").write_text(OWN)
 
     more = ["--gin.train.schedule=@OwnSchedule()", "--import", "own_parts", "--run", "x"]
@@ -399,7 +399,7 @@ def test_a_mistake_is_one_sentence(refused, transformer_gin, finished_run, argv,
     refused(*argv, words=words)
 
 
-def test_a_gin_file_of_somebodys_run_may_not_import_code(refused, finished):
+def test_a_gin_file_of_a_run_may_not_import_code(refused, finished):
     path = finished.path / "config.gin"
     files.write_gin(path, "import antigravity\n" + files.read_gin(path))
     refused("train", "--resume", finished.path, words=["'import antigravity' is refused"])

@@ -414,7 +414,7 @@ def test_paths_and_dtypes_become_strings():
     assert text == "t_fit.lr = 0.1\nt_fit.mesh = 'float32'\nt_fit.out = 'a/b'\n"
 
 
-def test_what_gin_cannot_say_is_a_comment_and_listed():
+def test_a_value_that_gin_cannot_express_is_a_comment_and_listed():
     model = Decoder(depth=3, blocks=(Block(1), Block(2, attention=lambda x: x)))
     text = config.dumps("t_fit", {"model": model, "lr": math.nan, "loss": print, "table": {"a": (Block(5), object())}})
     assert config.lost(text) == ["t_fit.loss", "t_fit.lr", "t_fit.table", "t_fit.model.blocks.1.attention"]

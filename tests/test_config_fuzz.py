@@ -12,7 +12,7 @@ KINDS = {one.kind for file in FILES for one in pool(file, random.Random(0))}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.name)
-def test_of_the_files_as_shipped_nothing_is_said(file):
+def test_files_as_shipped_give_no_warning(file):
     assert ask(Mutation("none", file.name, file.read_text(), (), "none")).outcome == "silent"
 
 

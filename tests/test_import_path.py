@@ -34,11 +34,14 @@ import xxhash, matplotlib, rich
 @pytest.fixture
 def folder(tmp_path):
     """A folder with such modules; `tmp_path/ran` names each that was run."""
+    before = list(sys.path)
     extra = tmp_path / "given"
     extra.mkdir()
     for name in (*PLANTED, "mine"):
         (extra / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name + ' '!r})\n")
-    return extra
+    yield extra
+    sys.path[:] = before  # commands append the folder, which other tests must not see
+    sys.modules.pop("mine", None)
 
 
 def ran(folder):
@@ -51,7 +54,7 @@ def ran(folder):
 )
 def test_a_command_runs_no_module_of_the_folder_it_looks_at(folder, argv):
     if argv[0] == "-c":
-        (folder / "argparse.py").unlink()  # which this script imports before we can say anything
+        (folder / "argparse.py").unlink()  # the script itself imports it before the command starts
     env = environment(PYTHONPATH=os.pathsep)  # an empty entry is the current folder, as Python reads it
     done = subprocess.run([sys.executable, *argv], cwd=folder, env=env, capture_output=True, text=True)
     assert "Traceback" not in done.stderr, done.stderr
@@ -85,7 +88,7 @@ def test_the_current_folder_comes_after_everything_installed_where_it_is_wanted(
     assert OWN_MODULES == ("train", "sweep") and ran(folder) == ["mine"]
 
 
-def test_a_gin_file_that_imports_a_module_of_the_folder_is_told_of_the_option(folder, monkeypatch, capsys):
+def test_a_gin_file_that_imports_a_module_of_the_folder_names_the_option(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     Path("own.gin").write_text("import mine\n")
     sys.modules.pop("mine", None)

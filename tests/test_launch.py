@@ -111,7 +111,7 @@ def test_a_signal_is_passed_on_and_nothing_begins_again(log):
     }.values(),
     ids=["no-command", "other-command", "no-process", "distributed", "binding"],
 )
-def test_mistakes_are_said(words, message, capsys):
+def test_mistakes_are_one_sentence(words, message, capsys):
     assert main(["launch", *words]) == 2
     assert message in capsys.readouterr().err
 

@@ -37,7 +37,7 @@ def test_what_is_malformed_is_read_right_or_refused_in_a_sentence(folders, reade
     assert {one[1] for one in results} >= {"sentence"}
 
 
-def test_a_traceback_and_a_hang_are_told_from_a_sentence(monkeypatch):
+def test_a_traceback_and_a_hang_are_distinguished_from_a_sentence(monkeypatch):
     monkeypatch.setattr("experiments.reliability.malformed.LIMIT", 0.05)
     pipe = os.pipe()[0]
     assert attempt(lambda: {}["a"], "")[0] == "TRACEBACK"
@@ -252,7 +252,7 @@ def test_an_objective_that_is_no_number_is_left_out_of_a_sweeps_table(folders, t
 
 
 @pytest.mark.parametrize("kind", [os.mkfifo, os.mkdir])
-def test_a_trials_lock_that_is_no_file_is_held_by_nobody(folders, tmp_path, kind):
+def test_a_trials_lock_that_is_not_a_file_is_free(folders, tmp_path, kind):
     shutil.copytree(folders.root / "sweep", tmp_path / "sweep")
     kind(tmp_path / "sweep/jobs/000.lock")
     assert [r.state for r in Result(tmp_path / "sweep").records()] == ["finished", "finished", "waiting"]

@@ -69,7 +69,7 @@ def test_settings_have_type_default_and_meaning():
     assert next(s.default for s in describe("FromRun").settings if s.name == "path") is None
 
 
-def test_an_object_that_nobody_registered_is_written_as_python_has_it():
+def test_an_unregistered_object_is_written_as_python_has_it():
     assert words((1, "a", len)) == "(1, 'a', <built-in function len>)"
     assert words(len) == "len"
 

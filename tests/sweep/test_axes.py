@@ -80,6 +80,6 @@ def test_seeds_are_an_axis():
         "choice",
     ],
 )
-def test_what_is_no_axis_is_said(make, words):
+def test_a_wrong_axis_is_one_sentence(make, words):
     with raises_saying(ConfigError, *words):
         make()

@@ -59,7 +59,7 @@ from tests.truth.sweeps import BASE, LR, run
         "layout",
     ],
 )
-def test_what_does_not_fit_is_said_before_anything_starts(more, words):
+def test_wrong_settings_are_reported_before_anything_starts(more, words):
     with raises_saying(JaxscaleError, *words):
         run(more)
     assert not Path("sweep").exists()

@@ -183,7 +183,7 @@ def test_a_damaged_run_is_still_a_row(tmp_path, lost, damage):
     assert Page(tmp_path / "a").data
 
 
-def test_a_run_that_nobody_holds_was_interrupted(tmp_path):
+def test_a_running_run_without_a_lock_was_interrupted(tmp_path):
     path = write_run(tmp_path / "a", status="running")
     with (path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -364,7 +364,7 @@ def test_an_own_report_is_made_anew(tmp_path):
     assert '"runs": [[7.0]]' in report(tmp_path / "a").read_text()
 
 
-def test_without_matplotlib_the_page_is_written_and_the_rest_is_told(tmp_path, monkeypatch):
+def test_without_matplotlib_the_page_is_written_and_a_message_names_the_rest(tmp_path, monkeypatch):
     real = builtins.__import__
 
     def without(name, *rest):

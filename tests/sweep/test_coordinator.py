@@ -48,7 +48,7 @@ def test_more_runs_go_on_in_the_same_folder():
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_signal_stops_what_runs_and_the_same_sweep_goes_on():
+def test_a_signal_stops_running_trials_and_the_same_sweep_continues():
     def loss(bindings, step):
         if (bindings["train.lr"], step) == (2e-2, 2):
             signal.raise_signal(signal.SIGINT)
@@ -111,7 +111,7 @@ class Rungs(Grid):
         return Trial(paused[0].id, paused[0].bindings) if len(paused) == len(records) else None
 
 
-def test_a_paused_trial_goes_on_when_asked_for_again():
+def test_a_paused_trial_continues_when_requested_again():
     runner = Told()
     result = run(runner=runner, search=Rungs())
     assert states(result) == ["finished", "paused", "paused"]

@@ -51,7 +51,7 @@ def test_who_looks_whether_a_trial_runs_does_not_hold_it(tmp_path):
         assert held(tmp_path, 0)
 
 
-def test_what_failed_is_tried_again_when_asked_for_and_nothing_else_is_touched():
+def test_failed_trials_are_retried_on_request_and_no_others():
     full = [True]
 
     def loss(bindings, step):
@@ -69,7 +69,7 @@ def test_what_failed_is_tried_again_when_asked_for_and_nothing_else_is_touched()
     assert json.loads(Path("sweep/jobs/001.failed-1.json").read_text())["error"] == "no space left on device"
 
 
-def test_what_fails_again_is_kept_beside_what_it_failed_with_before():
+def test_errors_of_all_failed_attempts_are_saved():
     def loss(bindings, step):
         raise RuntimeError(f"reason {len(list(Path('sweep').rglob('*.failed-*.json')))}")
 
@@ -81,7 +81,7 @@ def test_what_fails_again_is_kept_beside_what_it_failed_with_before():
     assert reasons == ["reason 0", "reason 1"]
 
 
-def test_what_is_tried_again_goes_on_from_its_checkpoint():
+def test_a_retried_trial_continues_from_its_checkpoint():
     def fails(config, **options):
         js.fit(config, **{**options, "until": 2})
         raise OSError("no space left on device")

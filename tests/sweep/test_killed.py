@@ -98,7 +98,7 @@ def curves(folder: Path) -> list[list[float]]:
     return [[row["loss"] for row in result.run(row).metrics()] for row in result.table()]
 
 
-def test_a_sweep_killed_at_any_moment_goes_on(sweeps):
+def test_a_sweep_killed_at_any_moment_continues(sweeps):
     assert sweeps("whole") == 0
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")

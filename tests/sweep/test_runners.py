@@ -128,7 +128,7 @@ def test_sub_meshes_give_each_run_devices_of_its_own_and_the_same_bits(tmp_path,
     assert_same_run(js.load(jobs[2].folder), want, 0.0)
 
 
-def test_a_run_without_a_layout_goes_on_on_its_own_device(tmp_path, places):
+def test_a_run_without_a_layout_continues_on_its_own_device(tmp_path, places):
     runner = SubMeshes()
     first = runner.start([job(small(), tmp_path, 0)])  # takes the first device
     for until in (2, None):
@@ -181,7 +181,7 @@ def test_a_nan_in_one_run_stays_there_and_is_dealt_with_as_alone(tmp_path):
         assert_same_run(js.load(got.folder), js.load(want.folder), 1e-6)
 
 
-def test_vmapped_runs_pause_stop_and_go_on(tmp_path, caplog):
+def test_vmapped_runs_pause_stop_and_continue(tmp_path, caplog):
     straight = [job(small(seed=i), tmp_path / "a", i) for i in range(2)]
     carry_out(Vmapped(), straight)
     assert [o.state for o in carry_out(Vmapped(), [job(small(seed=1), tmp_path, 1, until=2)])] == ["paused"]
@@ -205,7 +205,7 @@ def test_together_go_runs_of_one_shape_and_the_others_are_named(tmp_path, caplog
     assert "003, 004: trained alone" in caplog.text
 
 
-def test_a_group_that_cannot_be_trained_together_is_trained_alone_and_says_so(tmp_path, caplog, monkeypatch):
+def test_a_group_that_cannot_be_trained_together_is_trained_alone_with_a_warning(tmp_path, caplog, monkeypatch):
     def fails(*_: Any) -> None:
         raise MemoryError("no memory for two")
 

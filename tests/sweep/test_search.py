@@ -119,7 +119,7 @@ def test_a_value_has_a_quantile_that_leads_back_to_it(axis):
 
 @pytest.mark.parametrize("workers", [1, 4, 40])
 @pytest.mark.parametrize("failing", [(), (0, 5, 26)], ids=["none-fail", "some-fail"])
-def test_halving_lets_the_best_third_of_each_rung_go_on(workers, failing):
+def test_halving_continues_the_best_third_of_each_rung(workers, failing):
     out = carry_out(SuccessiveHalving(), SPACE, curve, STEPS, workers=workers, failing=failing, every=2)
     alive = set(range(27))
     for until, above, count in ((3, 9, 9), (9, 27, 3), (27, None, 1)):
@@ -133,7 +133,7 @@ def test_halving_lets_the_best_third_of_each_rung_go_on(workers, failing):
 
 
 @pytest.mark.parametrize("workers", [1, 5, 16])
-def test_asha_lets_go_on_who_is_in_the_best_third_so_far_and_keeps_everyone_busy(workers):
+def test_asha_continues_trials_in_the_best_third_so_far_and_keeps_all_workers_busy(workers):
     failing = (1, 7, 30)
     out = carry_out(ASHA(), SPACE, curve, STEPS, runs=60, workers=workers, failing=failing, every=2)
     below = {9: 3, 27: 9, None: 27}
@@ -290,6 +290,6 @@ def test_stopping_saves_steps_and_the_best_is_found_all_the_same():
     ],
     ids=lambda v: re.sub(r"\W+", "-", v[0]) if isinstance(v, list) else "",
 )
-def test_what_does_not_fit_is_said_in_a_sentence(make, words):
+def test_wrong_settings_are_one_sentence(make, words):
     with raises_saying(ConfigError, *words):
         make()

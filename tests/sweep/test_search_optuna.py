@@ -132,7 +132,7 @@ def test_what_failed_or_still_runs_does_not_disturb():
     ],
     ids=["sampler", "pruner", "option", "made-sampler", "made-pruner", "margin"],
 )
-def test_what_optuna_has_not_is_said_in_a_sentence(make, words):
+def test_what_optuna_does_not_have_is_one_sentence(make, words):
     with raises_saying(ConfigError, *words):
         make()
 

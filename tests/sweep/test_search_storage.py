@@ -82,7 +82,7 @@ def test_a_machine_sees_what_another_measured_and_how_it_ended(machines):
     assert (record.metrics, record.seconds, record.run) == ({"steps": 3}, 1.5, folder.resolve())
 
 
-def test_another_goes_on_where_it_sees_the_folder_and_begins_again_where_it_does_not(machines):
+def test_another_machine_continues_if_it_sees_the_folder_and_else_starts_again(machines):
     a, b = machines
     folder = a.claim(FIRST)
     a.report(ended(FIRST, folder))
@@ -113,7 +113,7 @@ def test_a_machine_killed_before_it_could_tell_how_a_trial_ended_tells_when_it_i
     wait_for(lambda: [r.state for r in b.records()] == [PAUSED])
 
 
-def test_a_trial_of_a_silent_machine_is_taken_and_what_that_says_later_counts_for_nothing(machines):
+def test_a_trial_of_a_silent_machine_is_claimed_and_its_later_reports_are_ignored(machines):
     a, b = machines
     folder = a.claim(FIRST)
     silent(a)
@@ -133,7 +133,7 @@ def test_a_machine_that_counts_keeps_its_trials_however_long_they_take(machines)
         assert b.records()[0].state == RUNNING
 
 
-def test_what_is_handed_back_is_anybodys_at_once_and_what_is_given_up_nobodys(machines):
+def test_a_waiting_trial_is_free_for_any_machine_and_a_stopped_one_for_none(machines):
     a, b = machines
     folder = a.claim(FIRST)
     a.report(ended(FIRST, folder, WAITING, 2))
@@ -143,7 +143,7 @@ def test_what_is_handed_back_is_anybodys_at_once_and_what_is_given_up_nobodys(ma
     wait_for(lambda: a.records()[0].state == STOPPED)
 
 
-def test_what_failed_on_one_machine_is_tried_again_by_whoever_is_asked_to(machines):
+def test_a_trial_that_failed_on_one_machine_is_retried_by_another_on_request(machines):
     a, b = machines
     folder = a.claim(FIRST)
     Outcome(FAILED, 2, 1.5, "no space left on device").write(folder)
@@ -225,7 +225,7 @@ def test_another_sweep_does_not_mix_in(url):
     ],
     ids=["no-folder", "not-writable", "no-scheme", "empty", "no-database", "no-dialect"],
 )
-def test_a_storage_that_cannot_be_reached_is_said_in_a_sentence(url, words):
+def test_a_storage_that_cannot_be_reached_is_one_sentence(url, words):
     with raises_saying(ConfigError, *words):
         Storage(url).connect("")
 
@@ -249,7 +249,7 @@ def test_a_driver_that_is_not_installed_is_named_with_its_command(monkeypatch, u
         Storage(url).connect("")
 
 
-def test_a_database_that_goes_away_is_said_in_a_sentence(machines, monkeypatch):
+def test_a_database_that_goes_away_is_one_sentence(machines, monkeypatch):
     a, _ = machines
 
     def gone(*_, **__):

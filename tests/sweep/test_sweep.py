@@ -29,7 +29,7 @@ def test_a_trial_is_the_run_that_its_settings_make_alone():
     assert result.run(row).config.lr == 2e-2
 
 
-def test_a_run_that_fails_is_a_row_and_the_sweep_goes_on(tmp_path):
+def test_a_run_that_fails_is_a_row_and_the_sweep_continues(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.txt").write_text("abc " * 400)
     base = BASE.replace("@synthetic()", "@text_files()").replace("%WIDTH", "8\nTestBigram.vocab = 256")

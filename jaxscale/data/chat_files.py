@@ -106,7 +106,9 @@ class ChatFiles:
         return ChatTemplate.read(path if self.template or path.is_dir() else path.parent)
 
 
-def _documents(files: Files, tokenizer: Any, template: Any, turns: str) -> Iterator[Document]:
+def _documents(
+    files: Files, tokenizer: Tokenizer, template: Callable[[], ChatTemplate], turns: str
+) -> Iterator[Document]:
     for name, path in tracked(files, len(files), "tokenizing"):
         for n, line in enumerate(read_text(path).split("\n"), 1):
             if not line.strip():

@@ -15,9 +15,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jinja2
+    import jinja2.parser
 
 GENERATED, GENERATED_END = "\ufdd2", "\ufdd3"
 """Markers around the assistant's turns; noncharacters of Unicode, which occur in no text."""
@@ -38,7 +42,7 @@ class TooSlow(Exception):
 
 
 @functools.lru_cache(16)
-def compiled(text: str) -> Any:
+def compiled(text: str) -> jinja2.Template:
     """Return a template compiled in a sandbox, with the functions that Hugging Face's templates call.
 
     Args:
@@ -56,19 +60,19 @@ def compiled(text: str) -> Any:
 
         tags = {"generation"}
 
-        def parse(self, parser: Any) -> Any:
+        def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
 
         @staticmethod
-        def _marked(caller: Any) -> str:
+        def _marked(caller: Callable[[], str]) -> str:
             return f"{GENERATED}{caller()}{GENERATED_END}"
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def tojson(x: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    def tojson(x: object, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(x, ensure_ascii=ensure_ascii, **options)  # Jinja's own filter escapes HTML
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(

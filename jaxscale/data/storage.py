@@ -27,7 +27,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from jaxtyping import Bool, Int64, Integer, UInt8, UInt64
@@ -54,7 +54,7 @@ class _Mapped(Documents):
 
     pickled: tuple[Any, ...] = ()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Any, ...]:
         return self.pickled
 
 
@@ -89,7 +89,7 @@ class TokenFile:
         for file in ("documents.bin", "hashes.bin"):  # always read as a whole
             self._verify(file)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Any, ...]:
         return TokenFile, (str(self.folder),)
 
     def documents(self, split: str, heldout: float, name: str | None = None) -> Documents:
@@ -388,6 +388,6 @@ def _fingerprint(content: hashlib._Hash, tokenizer: str) -> str:
     return digest.hexdigest()
 
 
-def _sync(file: Any) -> None:
+def _sync(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
@@ -431,7 +432,7 @@ def _alphabet() -> dict[str, int]:
 _BYTES = _alphabet()
 
 
-def _hf() -> Any:
+def _hf() -> ModuleType:
     try:
         import tokenizers
         import tokenizers.decoders

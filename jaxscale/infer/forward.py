@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from jaxscale.infer.cache import ModelCache, run_caches
 from jaxscale.infer.stages import is_staged, staged_layers
 from jaxscale.layout import constrain, current
+from jaxscale.models import LanguageModel
 from jaxscale.nn import Cache, Group, Packed, head_logits
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ def forward(
     return hidden, tuple(c.states for c in caches)
 
 
-def logits_at(model: Any, hidden: Float[Array, "b s e"], columns: Int[Array, "b n"]) -> Float[Array, "b n v"]:
+def logits_at(model: LanguageModel, hidden: Float[Array, "b s e"], columns: Int[Array, "b n"]) -> Float[Array, "b n v"]:
     """Return the logits, float32, at some of a step's columns.
 
     Args:

@@ -21,7 +21,7 @@ from jaxscale.infer.steppers import stepper_of
 from jaxscale.infer.streaming import Streamed
 from jaxscale.infer.text import TextStream
 from jaxscale.layout import Layout
-from jaxscale.models.base import ExtendsContext, LimitsLength
+from jaxscale.models.base import ExtendsContext, LimitsLength, ModelConfig
 from jaxscale.nn import Cache, WeightFormat
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def stream(run: Run, prompt: Prompt, **options: Any) -> Iterator[str]:
             yield piece.text
 
 
-def chat(run: Run, messages: Sequence[Any], **options: Any) -> Any:
+def chat(run: Run, messages: Sequence[Any], **options: Any) -> Completion:
     """Complete a conversation with the assistant's next message; also `Run.chat`.
 
     Args:
@@ -272,12 +272,12 @@ def pieces(
             _warn_resident(engine.stepper)
 
 
-def _is_one(prompts: Any) -> bool:
+def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
     """Whether it is a single prompt, a text or ids."""
     return isinstance(prompts, str) or (len(prompts) > 0 and not hasattr(prompts[0], "__len__"))
 
 
-def _settings(sampling: Any, fields: dict[str, Any], n: int) -> list[Sampling]:
+def _settings(sampling: Sampling | Sequence[Sampling] | None, fields: dict[str, Any], n: int) -> list[Sampling]:
     known = [f.name for f in dataclasses.fields(Sampling)]
     for name in fields:
         if name not in known:
@@ -331,7 +331,7 @@ def _cache_length(models: Sequence[Any], need: int, positions: int | None) -> in
     return min((_same_positions(m, need, length) for m in models), default=length)
 
 
-def _same_positions(model: Any, need: int, length: int) -> int:
+def _same_positions(model: ModelConfig, need: int, length: int) -> int:
     """The largest length up to `length` with the position encoding of `need` tokens."""
     if not isinstance(model, ExtendsContext) or model.for_length(need) != model:
         return length

@@ -15,6 +15,8 @@ from jaxscale.errors import ConfigError, RunError
 from jaxscale.infer.cache import generating
 from jaxscale.infer.stages import on_stages
 from jaxscale.layout import Layout
+from jaxscale.layout.tensors import Tree
+from jaxscale.models import ModelConfig
 from jaxscale.models.base import DropsTokens, ExtendsContext, vocab_of
 from jaxscale.nn import WeightFormat
 from jaxscale.step.state import describe_model
@@ -78,7 +80,7 @@ def load_model(
     model = dropless(run.config.model) if generation else run.config.model
     graphdef, infos = describe_model(for_length(model, length))
 
-    def prepare(params: Any) -> Any:
+    def prepare(params: Tree) -> Tree:
         stored = infos
         if weights is not None:
             params, stored = weights.encoded(params, infos, layout), weights.infos(infos)
@@ -92,7 +94,7 @@ def load_model(
     return Loaded(graphdef, params, layout, number)
 
 
-def for_length(model: Any, length: int | None) -> Any:
+def for_length(model: ModelConfig, length: int | None) -> ModelConfig:
     """Return a model config for sequences of up to `length` tokens; warn if it changes the position encoding.
 
     Args:
@@ -137,7 +139,7 @@ def trained_length(run: Run) -> int:
     return longest
 
 
-def dropless(model: Any) -> Any:
+def dropless(model: ModelConfig) -> ModelConfig:
     """Return a model config whose experts drop no tokens, with a warning if that changes it.
 
     Args:

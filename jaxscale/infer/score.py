@@ -15,6 +15,7 @@ from jaxscale.data.packing import best_fit
 from jaxscale.errors import ConfigError
 from jaxscale.infer.forward import replicated
 from jaxscale.infer.loaded import Loaded
+from jaxscale.layout.tensors import Tree
 from jaxscale.parallel import as_weight
 from jaxscale.step.loss import Loss
 
@@ -146,7 +147,7 @@ class _Batch:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _losses(graphdef: nnx.GraphDef[Any], loss: Loss, params: Any, batch: dict[str, Array]) -> Float[Array, "b s"]:
+def _losses(graphdef: nnx.GraphDef[Any], loss: Loss, params: Tree, batch: dict[str, Array]) -> Float[Array, "b s"]:
     model = nnx.merge(graphdef, params)
     kwargs = {k: v for k, v in batch.items() if k not in ("tokens", "targets")}
     hidden = model.hidden(batch["tokens"], **kwargs)

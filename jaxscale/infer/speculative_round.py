@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,8 @@ from jaxscale.infer.cache import Contiguous, ModelCache
 from jaxscale.infer.forward import forward, logits_at, one_per_batch_row, replicated
 from jaxscale.infer.sampling import SamplingArrays, processed, seen_of
 from jaxscale.layout import constrain
+from jaxscale.layout.tensors import Tree
+from jaxscale.models import LanguageModel
 
 CACHE = Contiguous()
 TOP = 20
@@ -82,13 +84,17 @@ def rounds_of(target: nnx.GraphDef[Any], draft: nnx.GraphDef[Any], most: int) ->
     graphdefs = (target, draft)
 
     @functools.partial(jax.jit, donate_argnums=1)
-    def prefill(params: Any, states: Any, tokens: Array, starts: Array, counts: Array) -> Any:
+    def prefill(
+        params: Tree, states: Sequence[ModelCache], tokens: Array, starts: Array, counts: Array
+    ) -> list[ModelCache]:
         step = one_per_batch_row(starts, counts, tokens.shape[1])
         models = [nnx.merge(g, p) for g, p in zip(graphdefs, params, strict=True)]
         return [forward(m, _ids(m, tokens), step, CACHE, s)[1] for m, s in zip(models, states, strict=True)]
 
     @functools.partial(jax.jit, donate_argnums=1)
-    def draft_and_verify(params: Any, states: Any, inputs: RoundInputs) -> Any:
+    def draft_and_verify(
+        params: Tree, states: Sequence[ModelCache], inputs: RoundInputs
+    ) -> tuple[RoundResult, list[ModelCache]]:
         large, small = (nnx.merge(g, p) for g, p in zip(graphdefs, params, strict=True))
         position, used = inputs.cached + inputs.uncached, inputs.uncached > 0  # position of the first new token
         vocab = large.head_weight().shape[0]
@@ -179,7 +185,7 @@ def distribution(
 
 
 def _propose(
-    draft: Any, states: ModelCache, inputs: RoundInputs, most: int, vocab: int
+    draft: LanguageModel, states: ModelCache, inputs: RoundInputs, most: int, vocab: int
 ) -> tuple[Int[Array, "b m"], Float[Array, "b m v"], Bool[Array, "b n v"], ModelCache]:
     """Proposals, their distributions, which ids precede each place (and the one after the last), and the new states."""
     position = inputs.cached + inputs.uncached
@@ -202,11 +208,11 @@ def _propose(
     return jnp.stack(tokens, axis=1), jnp.stack(distributions, axis=1), jnp.stack(seen, axis=1), states
 
 
-def _logits(model: Any, hidden: Float[Array, "b s e"], columns: Int[Array, "b n"]) -> Float[Array, "b n v"]:
+def _logits(model: LanguageModel, hidden: Float[Array, "b s e"], columns: Int[Array, "b n"]) -> Float[Array, "b n v"]:
     return constrain(logits_at(model, hidden, columns), "batch", None, None)
 
 
-def _ids(model: Any, tokens: Int[Array, "b s"]) -> Int[Array, "b s"]:
+def _ids(model: LanguageModel, tokens: Int[Array, "b s"]) -> Int[Array, "b s"]:
     """Clip ids to the model's vocabulary: what a draft makes of an id that it does not have is verified anyway."""
     return jnp.minimum(tokens, model.head_weight().shape[0] - 1)
 

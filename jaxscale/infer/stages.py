@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jaxtyping import Array, Float
 
 from jaxscale.errors import LayoutError
 from jaxscale.layout import Layout, constrain, current
-from jaxscale.nn import Cache, LayerCache, Packed, Part, RunCache
+from jaxscale.nn import Cache, LayerCache, Packed, Part, Run, RunCache
 from jaxscale.parallel.ends import psum_float32
 from jaxscale.parallel.pipeline import Stages, assign
 
@@ -57,7 +58,7 @@ def micro_batches(batch: int, layout: Layout) -> int:
     return max(m for m in range(1, min(layout.stages, each) + 1) if each % m == 0)
 
 
-def stages_of(runs: Any, layout: Layout) -> Stages:
+def stages_of(runs: Sequence[Run], layout: Layout) -> Stages:
     """Return which stage holds which repeats of each run of blocks.
 
     Args:
@@ -128,7 +129,7 @@ class _MicroBatchCache(RunCache):
 
 
 def staged_layers(
-    model: Any, tokens: Array, x: Any, step: Packed, cache: Cache, states: Tree
+    model: Any, tokens: Array, x: Tree, step: Packed, cache: Cache, states: Tree
 ) -> tuple[Any, tuple[tuple[Any, ...], ...]]:
     """Run a step's batch rows through the layers on all stages.
 

@@ -21,6 +21,7 @@ from jaxscale.infer.forward import replicated
 from jaxscale.infer.loaded import Loaded
 from jaxscale.infer.sampling import Chosen, Sampling, SamplingArrays, choose, seen_bits, seen_of
 from jaxscale.layout import Layout, constrain
+from jaxscale.layout.tensors import Tree
 from jaxscale.nn import head_logits
 
 TOP = 20
@@ -59,7 +60,7 @@ class WholeSequences:
     def __init__(
         self,
         graphdef: nnx.GraphDef[Any],
-        params: Any,
+        params: Tree,
         *,
         layout: Layout | None = None,
         rows: int = 8,
@@ -121,7 +122,7 @@ class WholeSequences:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _last(graphdef: nnx.GraphDef[Any], params: Any, tokens: Int[Array, "b s"], counts: Int[Array, " b"]) -> Array:
+def _last(graphdef: nnx.GraphDef[Any], params: Tree, tokens: Int[Array, "b s"], counts: Int[Array, " b"]) -> Array:
     """The final hidden state of each sequence's last token, (b, 1, e)."""
     hidden = nnx.merge(graphdef, params).hidden(tokens)
     return constrain(jnp.take_along_axis(hidden, counts[:, None, None] - 1, axis=1), "batch", None, None)
@@ -130,7 +131,7 @@ def _last(graphdef: nnx.GraphDef[Any], params: Any, tokens: Int[Array, "b s"], c
 @functools.partial(jax.jit, static_argnums=0)
 def _next(
     graphdef: nnx.GraphDef[Any],
-    params: Any,
+    params: Tree,
     last: Float[Array, "b 1 e"],
     counts: Int[Array, " b"],
     sampling: SamplingArrays,

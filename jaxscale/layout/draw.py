@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +13,10 @@ from jaxscale.errors import LayoutError
 from jaxscale.layout.axes import MESH_AXES
 from jaxscale.layout.layout import Layout
 from jaxscale.layout.rules import Kind
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
 
 
 def blocks_of(layout: Layout, axes: Sequence[str | None], shape: Sequence[int], *, kind: Kind = "params") -> np.ndarray:
@@ -47,8 +51,8 @@ def draw(
     *,
     kind: Kind = "params",
     title: str | None = None,
-    ax: Any = None,
-) -> Any:
+    ax: Axes | None = None,
+) -> Figure | SubFigure:
     """Draw a tensor's shards, each labelled with the devices that hold it.
 
     Of a tensor with more than two dimensions the first two that are sharded are drawn.

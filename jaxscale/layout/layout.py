@@ -168,10 +168,10 @@ class Layout:
             _stacks.entered.append(stack.pop_all())
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         _stacks.entered.pop().close()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Any, ...]:
         # without the devices, because another process has other devices
         return functools.partial(Layout, **_fields(self)), ()
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxscale.errors import LayoutError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 F, B, W = 0, 1, 2
 """Phases of a tick, in the order they run: forward, input gradient, weight gradient."""
@@ -195,7 +198,7 @@ def draw_text(table: Table) -> str:
     return "\n".join(f"stage {s}  " + " ".join(c.ljust(width) for c in row).rstrip() for s, row in enumerate(cells))
 
 
-def draw_figure(table: Table) -> Any:
+def draw_figure(table: Table) -> Figure:
     """Draw a table as a matplotlib figure, with a colour per phase.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -17,6 +17,9 @@ from jaxscale.layout.boxing import Boxes
 from jaxscale.layout.layout import Layout
 from jaxscale.layout.rules import Kind
 from jaxscale.units import human_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Tree = Any
 """Nested dicts (of arrays, `TensorInfo`s or shardings), keyed by attribute names and list indices."""
@@ -239,7 +242,7 @@ def filled_notes(infos: Tree, layout: Layout | None) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def tensor_table(title: str, rows: Sequence[TensorRow], *, why: bool = False) -> Any:
+def tensor_table(title: str, rows: Sequence[TensorRow], *, why: bool = False) -> Table:
     """Make a rich table of tensors: name, shape, logical axes, spec, bytes per device.
 
     Args:

@@ -35,6 +35,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout, TensorInfo, constrain
+from jaxscale.layout.tensors import Tree
 from jaxscale.nn import Context, Part, Run, RunCache, Stats
 from jaxscale.optim.mup import Widening
 from jaxscale.parallel import Weight
@@ -46,7 +47,7 @@ from jaxscale.parallel import Weight
 class ModelConfig(Protocol):
     """Makes a model. Write it as a frozen dataclass, so that a run can save it in its config."""
 
-    def make(self, rngs: nnx.Rngs) -> Any:
+    def make(self, rngs: nnx.Rngs) -> nnx.Module:
         """Make the model, a Flax module.
 
         Args:
@@ -105,7 +106,7 @@ class Plannable(CountsProducts, NamesActivations, Protocol):
 class ExtendsContext(Protocol):
     """Has position embeddings that depend on the sequence length (LongRoPE)."""
 
-    def for_length(self, length: int) -> Any:
+    def for_length(self, length: int) -> ModelConfig:
         """Return the config for sequences of up to `length` tokens; an equal one if nothing changes."""
         ...
 
@@ -114,7 +115,7 @@ class ExtendsContext(Protocol):
 class DropsTokens(Protocol):
     """Has experts that may drop tokens in training."""
 
-    def dropless(self) -> Any:
+    def dropless(self) -> ModelConfig:
         """Return the config of the same model without dropped tokens; the same object if it drops none."""
         ...
 
@@ -123,7 +124,7 @@ class DropsTokens(Protocol):
 class HasWidths(Protocol):
     """Can be scaled to another width."""
 
-    def at_width(self, width: int) -> Any:
+    def at_width(self, width: int) -> ModelConfig:
         """Return the config of the same model with another residual width."""
         ...
 
@@ -193,12 +194,12 @@ class ScansLayers(Protocol):
         ...
 
 
-def is_causal(model: Any) -> bool:
+def is_causal(model: object) -> bool:
     """Return whether a config's model is causal; True if the config has no attribute `causal`."""
     return bool(getattr(model, "causal", True))
 
 
-def vocab_of(model: Any) -> int:
+def vocab_of(model: object) -> int:
     """Return the vocabulary size of a config's model.
 
     Raises:
@@ -273,7 +274,12 @@ class Stackable(Protocol):
 class Stageable(Stackable, LanguageModel, Protocol):
     """A language model that can be divided into pipeline stages: `hidden` is `begin`, `layers` and `finish`."""
 
-    def begin(self, tokens: Int[Array, "b s"], positions: Int[Array, "b s"] | None = None, order: Any = None) -> Any:
+    def begin(
+        self,
+        tokens: Int[Array, "b s"],
+        positions: Int[Array, "b s"] | None = None,
+        order: Int[np.ndarray, "s"] | None = None,
+    ) -> Tree:
         """Return the input of the first layer (the embedding).
 
         Args:
@@ -292,7 +298,7 @@ class Stageable(Stackable, LanguageModel, Protocol):
         """
         ...
 
-    def layers(self, x: Any, context: Context, parts: Sequence[Part | None] | None = None) -> tuple[Any, Stats]:
+    def layers(self, x: Tree, context: Context, parts: Sequence[Part | None] | None = None) -> tuple[Tree, Stats]:
         """Apply the layers; return the result and the statistics of the layers.
 
         Args:
@@ -302,7 +308,7 @@ class Stageable(Stackable, LanguageModel, Protocol):
         """
         ...
 
-    def finish(self, x: Any) -> Float[Array, "b s e"]:
+    def finish(self, x: Tree) -> Float[Array, "b s e"]:
         """Return the final hidden states, normalised.
 
         Args:
@@ -352,19 +358,21 @@ class Decodable(Stackable, LanguageModel, Protocol):
         ...
 
 
-def hidden_and_stats(model: Any, tokens: Int[Array, "b s"], **inputs: Any) -> tuple[Float[Array, "b s e"], Stats]:
+def hidden_and_stats(
+    model: LanguageModel, tokens: Int[Array, "b s"], **inputs: Any
+) -> tuple[Float[Array, "b s e"], Stats]:
     """Return a language model's hidden states and its layers' statistics (`{}` without a `hidden_and_stats` method)."""
     if isinstance(model, ReportsStats):
         return model.hidden_and_stats(tokens, **inputs)
     return model.hidden(tokens, **inputs), {}
 
 
-def order_of(model: Any, seq_len: int) -> Int[np.ndarray, "s"] | None:
+def order_of(model: object, seq_len: int) -> Int[np.ndarray, "s"] | None:
     """Return the column order that a model needs, `None` for the natural order."""
     return model.order(seq_len) if isinstance(model, ReordersTokens) else None
 
 
-def arrange(tree: Any, order: Int[np.ndarray, "s"]) -> Any:
+def arrange(tree: Tree, order: Int[np.ndarray, "s"]) -> Tree:
     """Reorder the columns of every array of `tree`, (B, S) or (B, S, E); arrays (B,) are unchanged."""
 
     def one(x: Array) -> Array:

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxscale.layout import constrain
+from jaxscale.layout.tensors import Tree
 from jaxscale.models.base import arrange
 from jaxscale.models.block_config import LayerSpec
 from jaxscale.models.transformer_checks import check_order, check_positions
@@ -120,7 +121,7 @@ class Transformer(nnx.Module):
         order: Int[np.ndarray, "s"] | None = None,
         *,
         packed: bool = False,
-    ) -> Any:
+    ) -> Tree:
         """Return the input of the first layer: the token embedding, with learned positions if there are any.
 
         Args:
@@ -170,11 +171,11 @@ class Transformer(nnx.Module):
 
     def layers(
         self,
-        x: Any,
+        x: Tree,
         context: Context,
         parts: Sequence[Part | None] | None = None,
         cache: Sequence[RunCache] | None = None,
-    ) -> tuple[Any, Stats]:
+    ) -> tuple[Tree, Stats]:
         """Apply the layers; return the result and the statistics of the layers.
 
         Args:
@@ -191,7 +192,7 @@ class Transformer(nnx.Module):
             reported.append(stats)
         return x, total(reported)
 
-    def finish(self, x: Any) -> Float[Array, "b s e"]:
+    def finish(self, x: Tree) -> Float[Array, "b s e"]:
         """Return the final hidden states, normalised.
 
         Args:

@@ -27,6 +27,8 @@ from jaxscale.other_names import same
 from jaxscale.signatures import check_call
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from jaxscale.models.transformer_config import TransformerConfig
 
 KERNEL = (("q", "k", "v"), ("causal", "segment_ids", "positions", "window", "softcap", "scale"))
@@ -244,7 +246,7 @@ def _of_memory(policy: MemoryPolicy, seq_len: int) -> Iterator[tuple[str, Any, s
         )
 
 
-def not_default(part: Any, *names: str) -> list[str]:
+def not_default(part: DataclassInstance, *names: str) -> list[str]:
     """Return which of these fields of a dataclass differ from their default."""
     defaults = {f.name: f.default for f in dataclasses.fields(part)}
     return [n for n in names if getattr(part, n) != defaults[n]]

@@ -519,12 +519,12 @@ class Sizes:
     rotary_dim: int
 
 
-def gated(mlp: Any) -> bool:
+def gated(mlp: object) -> bool:
     """Return whether a feed-forward layer, or each of its experts, has a gate."""
     return getattr(mlp, "gated", False)
 
 
-def _hidden(mlp: Any, hidden: int) -> int:
+def _hidden(mlp: object, hidden: int) -> int:
     """Return the hidden width of all experts that one token uses."""
     if not isinstance(mlp, MixtureOfExperts):
         return hidden
@@ -532,7 +532,7 @@ def _hidden(mlp: Any, hidden: int) -> int:
     return mlp.top_k * one + shared
 
 
-def _scores(mlp: Any) -> int:
+def _scores(mlp: object) -> int:
     return mlp.experts if isinstance(mlp, MixtureOfExperts) else 0
 
 

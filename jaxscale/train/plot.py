@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxscale.errors import RunError
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-def plot_loss(rows: list[dict[str, Any]], title: str, path: Path | None = None) -> Any:
+
+def plot_loss(rows: list[dict[str, Any]], title: str, path: Path | None = None) -> Figure:
     """Plot training and held-out loss over steps.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 
 from jaxscale.errors import RunError
 from jaxscale.layout import path_name
+from jaxscale.layout.tensors import Tree
 from jaxscale.step.backprop import make_loss_and_grads
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.prepare import Prepared, blueprint_of, prepare
@@ -135,7 +137,9 @@ def _recorded(run: RunFolder, step: int, skips: list[dict[str, Any]]) -> dict[st
     return {k: float(rows[-1][k]) for k in NUMBERS if k in rows[-1]} if rows else {}
 
 
-def _origin(config: TrainConfig, params: Any, batch: Any, key: jax.Array, frozen: Any) -> Origin | None:
+def _origin(
+    config: TrainConfig, params: Tree, batch: Mapping[str, jax.Array], key: jax.Array, frozen: Tree
+) -> Origin | None:
     config = dataclasses.replace(config, layout=None)
     blueprint, _ = blueprint_of(config)
     grads = make_loss_and_grads(blueprint, objective=config.objective, accumulate=config.accumulate)
@@ -143,7 +147,7 @@ def _origin(config: TrainConfig, params: Any, batch: Any, key: jax.Array, frozen
     return next((origin for origin in origins if origin is not None), None)
 
 
-def _on_host(tree: Any) -> Any:
+def _on_host(tree: Tree) -> Tree:
     return jax.tree.map(np.asarray, tree)
 
 
@@ -151,7 +155,7 @@ def _format(numbers: dict[str, float]) -> str:
     return ", ".join(f"{name} {value!r}" for name, value in numbers.items())
 
 
-def _nonfinite(part: str, tree: Any) -> dict[str, int]:
+def _nonfinite(part: str, tree: Tree) -> dict[str, int]:
     """Arrays with NaNs or infinities, by name, and how many each has."""
     counts: dict[str, int] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(tree):

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from jaxscale.errors import AlteredFile, ConfigError, RunError, near
 from jaxscale.interop import Companions, copy_companions
 from jaxscale.interop.links import check_links
 from jaxscale.layout import Layout, shardings_of
+from jaxscale.layout.tensors import Tree
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.prepare import blueprint_of
 from jaxscale.step.rates import parameter_count
@@ -34,6 +35,9 @@ from jaxscale.train.files import CONFIG, INFO, list_files, read_gin, read_json, 
 from jaxscale.train.metrics import read_metrics
 from jaxscale.train.plot import plot_loss
 from jaxscale.version import __version__
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 HF = "hf"
 """Subfolder of a run with the files of an imported checkpoint: config.json, tokenizer.json, chat template and so on."""
@@ -158,7 +162,7 @@ class RunFolder:
         """Return a dict per step: `step`, `loss`, `grad_norm`, `lr`, `tokens_per_second`, `time`, some `eval_loss`."""
         return read_metrics(self.path / "metrics.jsonl")
 
-    def plot(self, path: str | Path | None = None) -> Any:
+    def plot(self, path: str | Path | None = None) -> Figure:
         """Plot the loss.
 
         Args:
@@ -169,7 +173,7 @@ class RunFolder:
         """
         return plot_loss(self.metrics(), f"{self.path.name}", None if path is None else Path(path))
 
-    def params(self, step: int | None = None, layout: Layout | None = None) -> Any:
+    def params(self, step: int | None = None, layout: Layout | None = None) -> Tree:
         """Return the model's parameters: those in memory, else those of a checkpoint.
 
         These are the parameters that the run's algorithm evaluates (see `Algorithm.weights`; for a schedule-free
@@ -192,7 +196,7 @@ class RunFolder:
             return self._with_adapters(step, self.config.layout if self.state is not None and not layout else layout)
         return self.trained(step, layout)
 
-    def _with_adapters(self, step: int | None, layout: Layout | None) -> Any:
+    def _with_adapters(self, step: int | None, layout: Layout | None) -> Tree:
         blueprint, _ = blueprint_of(dataclasses.replace(self.config, layout=layout))
         adaptation = blueprint.adaptation
         assert adaptation is not None
@@ -210,7 +214,7 @@ class RunFolder:
         graphdef, _ = describe_model(self.config.model)
         return nnx.merge(graphdef, self.params(step))
 
-    def trained(self, step: int | None = None, layout: Layout | None = None) -> Any:
+    def trained(self, step: int | None = None, layout: Layout | None = None) -> Tree:
         """Return the parameters that were trained, which are the model's or its adapters; raises as `params`.
 
         Args:

@@ -134,5 +134,5 @@ def _by_name(infos: Tree) -> dict[str, TensorInfo]:
     return {path_name(path): i for path, i in jax.tree_util.tree_leaves_with_path(infos)}
 
 
-def _narrower(x: Any, info: TensorInfo) -> bool:
+def _narrower(x: jax.Array, info: TensorInfo) -> bool:
     return jnp.finfo(x.dtype).nmant > jnp.finfo(info.dtype).nmant

@@ -19,7 +19,7 @@ ModelCache = tuple[tuple[Any, ...], ...]
 """A state for each block of each run of blocks."""
 
 
-def describe_cache(model: Any) -> tuple[tuple[tuple[DecodeState, int], ...], ...]:
+def describe_cache(model: object) -> tuple[tuple[tuple[DecodeState, int], ...], ...]:
     """Return what the layers keep between tokens: for each run of blocks, for each block, its state and its repeats.
 
     Args:
@@ -31,7 +31,7 @@ def describe_cache(model: Any) -> tuple[tuple[tuple[DecodeState, int], ...], ...
     return tuple(tuple(run.decode_states()) for run in decodable(model).runs)
 
 
-def decodable(model: Any) -> Decodable:
+def decodable(model: object) -> Decodable:
     """Return the model if it can decode with a cache.
 
     Args:
@@ -48,7 +48,7 @@ def decodable(model: Any) -> Decodable:
     return model
 
 
-def reuses_prefixes(model: Any, cache: Cache) -> bool:
+def reuses_prefixes(model: object, cache: Cache) -> bool:
     """Return whether sequences that begin alike can share their cached beginning.
 
     Args:
@@ -59,7 +59,7 @@ def reuses_prefixes(model: Any, cache: Cache) -> bool:
 
 
 def init_cache(
-    model: Any, cache: Cache, batch: int, slots: int, length: int, longest: int | None = None, *, back: int = 0
+    model: Decodable, cache: Cache, batch: int, slots: int, length: int, longest: int | None = None, *, back: int = 0
 ) -> ModelCache:
     """Return an empty cache, sharded by the layout in force.
 
@@ -91,7 +91,7 @@ def init_cache(
     return jax.jit(make)()
 
 
-def cache_bytes(model: Any, cache: Cache, batch: int, slots: int, length: int, *, back: int = 0) -> int:
+def cache_bytes(model: Decodable, cache: Cache, batch: int, slots: int, length: int, *, back: int = 0) -> int:
     """Return the bytes of `init_cache` with the same arguments, over all devices.
 
     Args:
@@ -117,7 +117,7 @@ class _Staged:
     micro: int
 
     @classmethod
-    def of(cls, model: Any, batch: int) -> _Staged:
+    def of(cls, model: Decodable, batch: int) -> _Staged:
         layout = current()
         if layout is None or layout.stages == 1:
             return cls(None, 1)

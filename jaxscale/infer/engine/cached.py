@@ -19,6 +19,7 @@ from jaxscale.infer.engine.request import Score, SequenceState
 from jaxscale.infer.engine.scheduler import Batch, FirstCome, Scheduler
 from jaxscale.infer.engine.stepper import Emit, check_independent, check_sizes
 from jaxscale.layout import Layout
+from jaxscale.layout.tensors import Tree
 from jaxscale.nn import Cache
 
 
@@ -50,7 +51,7 @@ class Cached:
     def __init__(
         self,
         graphdef: nnx.GraphDef[Any],
-        params: Any,
+        params: Tree,
         *,
         layout: Layout | None = None,
         cache: Cache = Paged(),  # noqa: B008  (immutable)
@@ -199,7 +200,7 @@ def _plan_cache(
     return pages, Sizes(shards, slots, budget, entries), length
 
 
-def _check(model: Any, rows: int, length: int, budget: int, positions: int | None) -> None:
+def _check(model: object, rows: int, length: int, budget: int, positions: int | None) -> None:
     check_sizes(rows=rows, length=length, budget=budget)
     if budget < rows:
         raise ConfigError(f"budget = {budget} is less than a token for each of the {rows} rows; use at least {rows}")

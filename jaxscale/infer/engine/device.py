@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.infer.cache import ModelCache
 from jaxscale.infer.engine.packing import StepInputs
 from jaxscale.infer.forward import forward, hidden_at, logits_at, replicated
 from jaxscale.infer.sampling import SamplingArrays, choose, seen_of
 from jaxscale.layout import constrain
+from jaxscale.layout.tensors import Tree
+from jaxscale.models import LanguageModel
 from jaxscale.nn import Cache, head_logits
 
 TOP = 20
@@ -78,13 +80,13 @@ def steps_of(graphdef: nnx.GraphDef[Any], cache: Cache, most: int) -> tuple[Step
     """
 
     @functools.partial(jax.jit, donate_argnums=1)
-    def one(params: Any, states: ModelCache, inputs: StepInputs) -> tuple[Array, Array, ModelCache]:
+    def one(params: Tree, states: ModelCache, inputs: StepInputs) -> tuple[Array, Array, ModelCache]:
         hidden, states = forward(nnx.merge(graphdef, params), inputs.tokens, inputs.step, cache, states)
         return hidden_at(hidden, inputs.columns), hidden, states
 
     @functools.partial(jax.jit, donate_argnums=1)
     def ahead(
-        params: Any, states: ModelCache, inputs: StepInputs, steps: Any, until_end: Any
+        params: Tree, states: ModelCache, inputs: StepInputs, steps: Int[Array, ""], until_end: Bool[Array, ""]
     ) -> tuple[ChosenTokens, ModelCache]:
         model = nnx.merge(graphdef, params)
         shape = (most, *inputs.columns.shape)
@@ -93,12 +95,12 @@ def steps_of(graphdef: nnx.GraphDef[Any], cache: Cache, most: int) -> tuple[Step
         chosen = tuple(jnp.zeros(shape, dtype) for shape, dtype in kinds)
         remaining_at_first = inputs.remaining
 
-        def going(carry: Any) -> Array:
+        def going(carry: tuple[Any, ...]) -> Array:
             i, inputs, _, _ = carry
             ended = jnp.any((inputs.remaining == 0) & (remaining_at_first > 0))
             return (i < steps) & jnp.any(inputs.remaining > 0) & ~(until_end & ended)
 
-        def go(carry: Any) -> Any:
+        def go(carry: tuple[Any, ...]) -> tuple[Any, ...]:
             i, inputs, states, chosen = carry
             hidden, states = forward(model, inputs.tokens, inputs.step, cache, states)
             new = next_tokens(model, hidden_at(hidden, inputs.columns), inputs)
@@ -123,7 +125,7 @@ def pick_of(graphdef: nnx.GraphDef[Any]) -> Pick:
     """
 
     @jax.jit
-    def pick(params: Any, last: Float[Array, "b n e"], inputs: StepInputs) -> ChosenTokens:
+    def pick(params: Tree, last: Float[Array, "b n e"], inputs: StepInputs) -> ChosenTokens:
         token, logprob, top, top_logprob = (x[None] for x in next_tokens(nnx.merge(graphdef, params), last, inputs))
         return replicated(ChosenTokens(token, logprob, top, top_logprob, jnp.int32(1)))
 
@@ -140,7 +142,7 @@ def score_of(graphdef: nnx.GraphDef[Any]) -> Scores:
     return jax.jit(lambda params, hidden, targets: score_tokens(nnx.merge(graphdef, params), hidden, targets))
 
 
-def score_tokens(model: Any, hidden: Float[Array, "b s e"], targets: Int[Array, "b s"]) -> Scored:
+def score_tokens(model: LanguageModel, hidden: Float[Array, "b s e"], targets: Int[Array, "b s"]) -> Scored:
     """Return the model's predictions for the token after each; logits of `_SCORED_COLUMNS` columns live at a time.
 
     Args:
@@ -166,7 +168,7 @@ def score_tokens(model: Any, hidden: Float[Array, "b s e"], targets: Int[Array, 
 
 
 def next_tokens(
-    model: Any, last: Float[Array, "b n e"], inputs: StepInputs
+    model: LanguageModel, last: Float[Array, "b n e"], inputs: StepInputs
 ) -> tuple[Int[Array, "b n"], Float[Array, "b n"], Int[Array, "b n t"], Float[Array, "b n t"]]:
     """Choose each sequence's next token.
 

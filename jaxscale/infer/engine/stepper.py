@@ -72,7 +72,7 @@ class Stepper(Protocol):
         """
 
 
-def check_sizes(**sizes: Any) -> None:
+def check_sizes(**sizes: object) -> None:
     """Check that sizes are whole numbers of at least 1.
 
     Args:
@@ -86,7 +86,7 @@ def check_sizes(**sizes: Any) -> None:
             raise ConfigError(f"{name} = {value!r}: must be a whole number of at least 1")
 
 
-def check_independent(model: Any) -> None:
+def check_independent(model: object) -> None:
     """Check that no sequence depends on the others of its batch.
 
     Args:

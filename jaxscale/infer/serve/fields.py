@@ -6,7 +6,7 @@ import dataclasses
 import json
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxscale import reading
 from jaxscale.errors import ConfigError, near
@@ -79,7 +79,7 @@ class Fields:
         self._values = {name: value for name, value in values.items() if value is not None}
         self._known: set[str] = set(IGNORED)
 
-    def take(self, name: str, kinds: type | tuple[type, ...], expected: str, default: Any = None) -> Any:
+    def take(self, name: str, kinds: type | tuple[type, ...], expected: str, default: object = None) -> Any:
         """Return a field's value.
 
         Args:
@@ -117,7 +117,7 @@ class Fields:
         return same
 
     def sampling(
-        self, name: str, kinds: type | tuple[type, ...], expected: str, default: Any, setting: str
+        self, name: str, kinds: type | tuple[type, ...], expected: str, default: object, setting: str
     ) -> dict[str, Any]:
         """Return a field that is a setting of `Sampling`.
 
@@ -283,5 +283,5 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _no_constant(name: str) -> Any:
+def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number in JSON")

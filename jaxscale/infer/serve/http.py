@@ -11,7 +11,7 @@ import socket
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxscale.infer.serve.api import READERS
 from jaxscale.infer.serve.errors import ApiError, busy
@@ -191,7 +191,7 @@ class Handler(BaseHTTPRequestHandler):
         except OSError:
             return True
 
-    def _send_json(self, status: int, data: Any, headers: Mapping[str, str] | None = None) -> None:
+    def _send_json(self, status: int, data: object, headers: Mapping[str, str] | None = None) -> None:
         self._send(status, json.dumps(data).encode(), {"Content-Type": "application/json", **(headers or {})})
 
     def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
@@ -280,7 +280,7 @@ class Handler(BaseHTTPRequestHandler):
         level = logging.DEBUG if self._route in ("/health", "/metrics") else logging.INFO
         _LOG.log(level, "%s %s %s", self.client_address[0], self._route, int(code) if code != "-" else code)
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Log nothing: messages would contain what the client wrote."""
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.infer.engine import Event, Score
 from jaxscale.infer.serve.requests import ParsedRequest, Served
 from jaxscale.infer.serve.worker import Submission
@@ -125,7 +126,7 @@ def _merged(new: list[Piece]) -> list[Piece]:
 
 
 @functools.lru_cache(1 << 16)
-def _decoded(tokenizer: Any, token: int) -> tuple[str, bytes | None]:
+def _decoded(tokenizer: Tokenizer, token: int) -> tuple[str, bytes | None]:
     """A token's own text, and its bytes where they are known."""
     text = tokenizer.decode(np.asarray([token]))
     data: bytes | None = getattr(tokenizer, "token_bytes", lambda _: None)(token)

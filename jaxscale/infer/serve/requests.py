@@ -210,7 +210,7 @@ def _messages(values: list[Any]) -> list[Message]:
     return [_message(m, f"messages[{i}]") for i, m in enumerate(values)]
 
 
-def _message(value: Any, at: str) -> Message:
+def _message(value: object, at: str) -> Message:
     """A checked message, its content joined to one text."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise bad("messages", f"{at}: must be an object with a role and content")

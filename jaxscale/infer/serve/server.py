@@ -71,7 +71,7 @@ class Server(ThreadingHTTPServer):
     def __enter__(self) -> Server:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -178,12 +178,12 @@ class Server(ThreadingHTTPServer):
         finally:
             self._places.release()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: object, client_address: object) -> None:
         """See `socketserver`; logs an exception in a connection's thread. Others continue."""
         _LOG.exception("a connection failed")
 
 
-def _address(host: str, port: int) -> Any:
+def _address(host: str, port: int) -> tuple[Any, ...]:
     if not 0 <= port < 65536:
         raise ConfigError(f"port = {port}: must be from 0 (any) to 65535")
     try:

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
+from jaxtyping import Array
 
 from jaxscale.errors import CheckpointError
 from jaxscale.layout import Layout, TensorInfo, shardings_of
 from jaxscale.nn import WeightFormat
+from jaxscale.parallel import Weight
 
 Region = tuple[tuple[int, int], ...]
 Tree = Any
@@ -85,7 +87,7 @@ class Encoded:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def _encode(weights: WeightFormat, kernel: Any, contracted: tuple[int, ...]) -> Any:
+def _encode(weights: WeightFormat, kernel: Array, contracted: tuple[int, ...]) -> Weight | Array:
     return weights.encode(kernel, contracted)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.infer.cache import ModelCache
@@ -17,6 +18,7 @@ from jaxscale.infer.engine.packing import StepInputs, sampling_inputs
 from jaxscale.infer.forward import hidden_at, replicated
 from jaxscale.infer.streaming.layers import Layers, Resident
 from jaxscale.layout import Layout
+from jaxscale.layout.tensors import Tree
 from jaxscale.nn import Cache, Packed, Part, RunCache
 
 
@@ -63,17 +65,19 @@ def streamed_steps(graphdef: nnx.GraphDef[Any], layers: Layers, cache: Cache) ->
     """
     runs = list(layers.infos["runs"])
 
-    def model_of(rest: Any, run: int | None = None, params: Any = None) -> Any:
+    def model_of(rest: Tree, run: int | None = None, params: Tree = None) -> Any:
         """The model with these parameters; the others are infos without arrays."""
         of_runs = {name: params if n == run else layers.infos["runs"][name] for n, name in enumerate(runs)}
         return nnx.merge(graphdef, {**layers.infos, **rest, "runs": of_runs})
 
     @jax.jit
-    def before(rest: Any, inputs: StepInputs) -> Any:
+    def before(rest: Tree, inputs: StepInputs) -> Tree:
         return model_of(rest).begin(inputs.tokens, inputs.step.positions, packed=True)
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
-    def within(run: int, params: Any, x: Any, states: Any, step: Packed, repeat: Any) -> Any:
+    def within(
+        run: int, params: Tree, x: Tree, states: Tree, step: Packed, repeat: Int[Array, ""]
+    ) -> tuple[Tree, Tree]:
         model = model_of({}, run, params)
         context = model.context(step.slots.shape[1], positions=step.positions, segment_ids=step.slots + 1)
         run_cache = RunCache(cache, step, states)
@@ -81,20 +85,20 @@ def streamed_steps(graphdef: nnx.GraphDef[Any], layers: Layers, cache: Cache) ->
         return x, run_cache.states
 
     @jax.jit
-    def after(rest: Any, x: Any, columns: Any) -> tuple[Any, Any]:
+    def after(rest: Tree, x: Tree, columns: Int[Array, "b n"]) -> tuple[Array, Array]:
         hidden = model_of(rest).finish(x)
         return hidden_at(hidden, columns), hidden
 
     @jax.jit
-    def picked(rest: Any, last: Any, inputs: StepInputs) -> ChosenTokens:
+    def picked(rest: Tree, last: Float[Array, "b n e"], inputs: StepInputs) -> ChosenTokens:
         token, logprob, top, top_logprob = (x[None] for x in next_tokens(model_of(rest), last, inputs))
         return replicated(ChosenTokens(token, logprob, top, top_logprob, jnp.int32(1)))
 
     @jax.jit
-    def scored(rest: Any, hidden: Any, targets: Any) -> Scored:
+    def scored(rest: Tree, hidden: Float[Array, "b s e"], targets: Int[Array, "b s"]) -> Scored:
         return score_tokens(model_of(rest), hidden, targets)
 
-    def one(params: Any, states: ModelCache, inputs: StepInputs) -> tuple[Any, Any, ModelCache]:
+    def one(params: Tree, states: ModelCache, inputs: StepInputs) -> tuple[Array, Array, ModelCache]:
         x, new = before(layers.rest, inputs), list(states)
         for run, repeat, part in layers.each():
             x, new[run] = within(run, part, x, new[run], inputs.step, jnp.int32(repeat))
@@ -102,7 +106,11 @@ def streamed_steps(graphdef: nnx.GraphDef[Any], layers: Layers, cache: Cache) ->
         return *after(layers.rest, x, inputs.columns), tuple(new)
 
     def ahead(
-        params: Any, states: ModelCache, inputs: StepInputs, steps: Any, until_end: Any
+        params: Tree,
+        states: ModelCache,
+        inputs: StepInputs,
+        steps: int | Int[Array, ""],
+        until_end: bool | Bool[Array, ""],
     ) -> tuple[ChosenTokens, ModelCache]:
         if steps != 1:
             raise ConfigError(
@@ -111,10 +119,10 @@ def streamed_steps(graphdef: nnx.GraphDef[Any], layers: Layers, cache: Cache) ->
         last, _, states = one(params, states, inputs)
         return picked(layers.rest, last, sampling_inputs(inputs)), states
 
-    def pick(params: Any, last: Any, inputs: StepInputs) -> ChosenTokens:
+    def pick(params: Tree, last: Float[Array, "b n e"], inputs: StepInputs) -> ChosenTokens:
         return picked(layers.rest, last, inputs)
 
-    def score(params: Any, hidden: Any, targets: Any) -> Scored:
+    def score(params: Tree, hidden: Float[Array, "b s e"], targets: Int[Array, "b s"]) -> Scored:
         return scored(layers.rest, hidden, targets)
 
     return one, ahead, pick, score

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxscale.train.checkpoints.chunks import HostArray, Region, chunk_shape, region_of, whole
 from jaxscale.train.checkpoints.read import Arrays
@@ -28,12 +29,12 @@ class Unread:
         inner = tuple((a + s.start, a + s.stop) for (a, _), s in zip(self._region, index, strict=True))
         return Unread(self._arrays, self._name, inner)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self._arrays.read(self._name, [self._region])[self._region], dtype)
 
 
 def unread(
-    arrays: Arrays, name: str, shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding | None
+    arrays: Arrays, name: str, shape: tuple[int, ...], dtype: DTypeLike, sharding: jax.sharding.Sharding | None
 ) -> HostArray:
     """Return the shards of an array that this process writes, without reading them.
 

@@ -75,7 +75,7 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def flatten(state: Any) -> dict[str, Any]:
+def flatten(state: Tree) -> dict[str, Any]:
     """Flatten a state (of arrays, shapes or shardings) to a dict by name; the random key becomes its uint32 data."""
     out = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -88,7 +88,7 @@ def flatten(state: Any) -> dict[str, Any]:
 
 
 def leaves_of(
-    state: Any, arrays: dict[str, HostArray], infos: Tree, extra: Mapping[str, Tree] = MappingProxyType({})
+    state: Tree, arrays: dict[str, HostArray], infos: Tree, extra: Mapping[str, Tree] = MappingProxyType({})
 ) -> dict[str, Any]:
     """Return the manifest's "leaves": shape, dtype, axes, chunk and 8-bit encoding per array, without digests yet.
 

@@ -194,7 +194,9 @@ def open_arrays(path: Path, manifest: Manifest) -> Arrays:
     return ARRAYS[manifest["arrays"]](path, manifest)
 
 
-def place(arrays: Arrays, name: str, like: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+def place(
+    arrays: Arrays, name: str, like: jax.Array | jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding
+) -> jax.Array:
     """Make a global array, of which this process reads the shards of its devices.
 
     Args:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxscale.train.checkpoints.chunks import Region, meet, region_of, shape_of, within
 
@@ -91,7 +92,9 @@ class Table:
         return cls(arrays, tuple(pieces))
 
 
-def assemble(region: Region, dtype: Any, parts: Iterable[tuple[Region, Callable[[], np.ndarray]]]) -> np.ndarray | None:
+def assemble(
+    region: Region, dtype: DTypeLike, parts: Iterable[tuple[Region, Callable[[], np.ndarray]]]
+) -> np.ndarray | None:
     """Assemble a region of an array from disjoint parts; `None` if they do not cover it.
 
     Args:
@@ -108,5 +111,5 @@ def assemble(region: Region, dtype: Any, parts: Iterable[tuple[Region, Callable[
     return out if copied == out.size else None
 
 
-def _size(region: Region, dtype: Any) -> int:
+def _size(region: Region, dtype: DTypeLike) -> int:
     return math.prod(shape_of(region)) * jnp.dtype(dtype).itemsize

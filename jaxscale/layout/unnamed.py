@@ -37,7 +37,7 @@ class Inferred:
     notes: tuple[str, ...]
 
 
-def infer_names(fn: Callable[..., Any], params: Tree, *inputs: Any, tensor: int = 1) -> Inferred:
+def infer_names(fn: Callable[..., Any], params: Tree, *inputs: Tree, tensor: int = 1) -> Inferred:
     """Infer logical axes for the parameters of a model that has none.
 
     The names affect speed and memory only: the partitioner computes the same values with any names.
@@ -182,7 +182,7 @@ class _Dimensions:
         same = [i for i, (s, o) in enumerate(zip(sizes, others, strict=True)) if s == o]
         self.join([a[i] for i in same], [b[i] for i in same])
 
-    def walk(self, jaxpr: Any, arguments: Sequence[list[int]]) -> list[list[int]]:
+    def walk(self, jaxpr: jax.extend.core.Jaxpr, arguments: Sequence[list[int]]) -> list[list[int]]:
         """Return the dimensions of a program's outputs, from the dimensions of its arguments."""
         env: dict[Any, list[int]] = dict(zip(jaxpr.invars, arguments, strict=True))
 

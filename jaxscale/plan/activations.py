@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from jaxscale.layout.tensors import Tree
 from jaxscale.plan.scopes import scopes_of
 from jaxscale.step.trace import open_call, parts_of_scan
 
@@ -23,7 +24,7 @@ Activations = dict[str, Any]
 """The last activation of each scope; and under "scope:name" the values that `checkpoint_name` named in that scope."""
 
 
-def recorded(fn: Callable[..., Any], *args: Any, keep: Keep) -> tuple[Any, Activations]:
+def recorded(fn: Callable[..., Any], *args: Tree, keep: Keep) -> tuple[Any, Activations]:
     """Return `fn(*args)` and the activations that it computes.
 
     Args:
@@ -47,7 +48,7 @@ def _run(
     """Evaluate a jaxpr within the scope `outer`."""
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
-    def read(v: Any) -> Any:
+    def read(v: core.Var | core.Literal) -> Any:
         return v.val if isinstance(v, core.Literal) else values[v]
 
     activations: Activations = {}

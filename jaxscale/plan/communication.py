@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from jaxscale.errors import ConfigError
 from jaxscale.hardware import Topology, topology
@@ -84,7 +85,7 @@ def sized(layout: Layout, devices: int) -> Layout:
     return layout.abstract(devices)
 
 
-def _boxes(layout: Layout, x: Any, sharding: Any) -> Boxes:
+def _boxes(layout: Layout, x: jax.Array | jax.ShapeDtypeStruct, sharding: NamedSharding) -> Boxes:
     """Return how an array is sharded, without mesh axes of size 1."""
     split = Boxes.of(sharding.spec, len(x.shape)).split
     return Boxes(tuple(tuple(a for a in axes if layout.sizes[a] > 1) for axes in split))

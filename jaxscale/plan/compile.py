@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import Layout
+from jaxscale.layout.tensors import Tree
 from jaxscale.optim.base import Schedule
 from jaxscale.step import (
     Blueprint,
@@ -45,7 +46,7 @@ def topology_devices(topology: str) -> tuple[jax.Device, ...]:
 
 
 def compile_for(
-    fn: Callable[..., Any], topology: str, *args: Any, layout: Layout | None = None, donate_argnums: Sequence[int] = ()
+    fn: Callable[..., Any], topology: str, *args: Tree, layout: Layout | None = None, donate_argnums: Sequence[int] = ()
 ) -> jax.stages.Compiled:
     """Compile a function for hardware that this machine does not have; the result can be read but not run.
 

@@ -23,6 +23,8 @@ import numpy as np
 from flax import nnx
 
 from jaxscale.errors import ConfigError
+from jaxscale.layout.tensors import Tree
+from jaxscale.models import ModelConfig
 from jaxscale.models.base import HasWidths, Parametrised, ScansLayers
 from jaxscale.nn import head_logits
 from jaxscale.optim import Constant
@@ -229,7 +231,7 @@ def coordcheck(
     )  # fmt: skip
 
 
-def _parametrisation(model: Any) -> str:
+def _parametrisation(model: ModelConfig) -> str:
     """Return the name of a model's parametrisation."""
     widening = model.widening if isinstance(model, Parametrised) else None
     return "the standard parametrisation" if widening is None else repr(widening.parametrisation)
@@ -264,11 +266,11 @@ def _measured(config: TrainConfig) -> Callable[[jax.Array, Any], dict[str, Any]]
     return run
 
 
-def _activations(config: TrainConfig, graphdef: nnx.GraphDef[Any], batch: dict[str, jax.Array], params: Any) -> Sizes:
+def _activations(config: TrainConfig, graphdef: nnx.GraphDef[Any], batch: dict[str, jax.Array], params: Tree) -> Sizes:
     """Return activations by module, (B, S, ...) or for stacked layers (layers, B, S, ...)."""
     tokens = batch["tokens"]
 
-    def forward(params: Any) -> tuple[jax.Array, jax.Array]:
+    def forward(params: Tree) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(graphdef, params)
         hidden = model.hidden(tokens, positions=batch.get("positions"), segment_ids=batch.get("segment_ids"))
         return hidden, head_logits(hidden, model.head_weight(), softcap=None)

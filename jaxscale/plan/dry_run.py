@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxscale.layout import describe
+from jaxscale.layout.tensors import Tree
 from jaxscale.plan.compile import lower_step
 from jaxscale.step import TrainConfig, blueprint_of, model_flops
 from jaxscale.step.prepare import check_ids
@@ -98,8 +98,8 @@ def dry_run(config: TrainConfig) -> DryRun:
     )
 
 
-def _bytes_per_device(arrays: Any, shardings: Any) -> int:
-    def bytes_of(x: Any, where: Any = None) -> int:
+def _bytes_per_device(arrays: Tree, shardings: Tree) -> int:
+    def bytes_of(x: jax.Array | jax.ShapeDtypeStruct, where: jax.sharding.Sharding | None = None) -> int:
         shape = x.shape if where is None else where.shard_shape(x.shape)
         return 0 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else math.prod(shape) * x.dtype.itemsize
 

@@ -236,7 +236,7 @@ def _pipeline_notes(blueprint: Blueprint, config: TrainConfig) -> tuple[str, ...
     return pipelined(blueprint.of_model(), config.objective).notes(config.micro_batch)
 
 
-def _name_of(kernel: Any) -> str:
+def _name_of(kernel: object) -> str:
     """Return a callable's name, with the arguments that are bound to it."""
     if kernel is None:
         return ""

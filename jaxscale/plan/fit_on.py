@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from jaxscale.errors import ConfigError, LayoutError, near
 from jaxscale.hardware import Topology, topology
 from jaxscale.layout.mesh import parse_mesh
-from jaxscale.models import TransformerConfig
+from jaxscale.models import ModelConfig, TransformerConfig
 from jaxscale.nn import MultiHeadLatent
 from jaxscale.plan.by_tracing import memory_of
 from jaxscale.plan.error_bars import error_bar
@@ -303,7 +303,7 @@ def _quantities(config: TrainConfig) -> Iterator[tuple[str, Callable[[int], Trai
     yield "batch size", lambda n: dataclasses.replace(config, batch_size=n), config.batch_size, rows
 
 
-def _with_model(config: TrainConfig, model: Any) -> TrainConfig:
+def _with_model(config: TrainConfig, model: ModelConfig) -> TrainConfig:
     return dataclasses.replace(config, model=model)
 
 

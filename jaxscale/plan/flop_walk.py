@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class _Place:
     scopes: str = ""
     stage: str = "other"
 
-    def at(self, eqn: Any) -> _Place:
+    def at(self, eqn: core.JaxprEqn) -> _Place:
         """Return the place of an equation of a jaxpr that is here."""
         text = str(eqn.source_info.name_stack)
         scopes = "/".join(filter(None, [self.scopes, scopes_of(text)]))
@@ -121,15 +121,15 @@ class _Walk:
         for i, n in enumerate((flops * times, times, bytes_ * times)):
             one[i] += n
 
-    def scan(self, eqn: Any, place: _Place, times: int, certain: bool) -> None:
+    def scan(self, eqn: core.JaxprEqn, place: _Place, times: int, certain: bool) -> None:
         """Count all iterations of a scan."""
         self.jaxpr(eqn.params["jaxpr"].jaxpr, place, times * eqn.params["length"], certain)
 
-    def loop(self, eqn: Any, place: _Place, times: int, certain: bool) -> None:
+    def loop(self, eqn: core.JaxprEqn, place: _Place, times: int, certain: bool) -> None:
         """Count one iteration of a while loop, which is not certain."""
         self.jaxpr(eqn.params["body_jaxpr"].jaxpr, place, times, False)
 
-    def cond(self, eqn: Any, place: _Place, times: int, certain: bool) -> None:
+    def cond(self, eqn: core.JaxprEqn, place: _Place, times: int, certain: bool) -> None:
         """Count the branch of this platform, else the longest branch, or a periodic one by its share of updates."""
         branches = eqn.params["branches"]
         platforms = eqn.params.get("branches_platforms")
@@ -152,12 +152,12 @@ class _Walk:
             for i, n in enumerate(counts):
                 one[i] += n
 
-    def shard_map(self, eqn: Any, place: _Place, times: int, certain: bool) -> None:
+    def shard_map(self, eqn: core.JaxprEqn, place: _Place, times: int, certain: bool) -> None:
         """Count the body on every device of its mesh axes."""
         mesh, manual = eqn.params["mesh"], manual_axes(eqn)
         self.jaxpr(plain_jaxpr(eqn.params["jaxpr"]), place, times * math.prod(mesh.shape[a] for a in manual), certain)
 
-    def kernel(self, eqn: Any, place: _Place, times: int, certain: bool) -> None:
+    def kernel(self, eqn: core.JaxprEqn, place: _Place, times: int, certain: bool) -> None:
         """Count a Pallas kernel by the cost that it declares."""
         cost = eqn.params.get("cost_estimate")
         name = str(eqn.params.get("name") or getattr(eqn.params.get("name_and_src_info"), "name", "") or "kernel")
@@ -224,7 +224,7 @@ _PRODUCTS: dict[str, Callable[[Any], int]] = {
 }
 
 
-def product_flops(eqn: Any) -> int:
+def product_flops(eqn: core.JaxprEqn) -> int:
     """Return the FLOPs of a matrix product, a decomposition, or a kernel as it declares; 0 for other equations."""
     if eqn.primitive.name == "pallas_call":
         cost = eqn.params.get("cost_estimate")
@@ -251,7 +251,7 @@ _MOVES = frozenset(
 """Primitives that compute nothing."""
 
 
-def _elementwise(eqn: Any) -> int:
+def _elementwise(eqn: core.JaxprEqn) -> int:
     """Return one FLOP per output element, or per input element of a reduction; 0 for what moves or compares."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval if eqn.outvars else None
     if name in _MOVES or out is None or not _is_float(out):
@@ -262,7 +262,7 @@ def _elementwise(eqn: Any) -> int:
     return _size(out)
 
 
-def _jaxprs(params: Any) -> Iterator[core.Jaxpr]:
+def _jaxprs(params: Mapping[str, Any] | Sequence[Any]) -> Iterator[core.Jaxpr]:
     """Yield the jaxprs in an equation's parameters."""
     for value in params.values() if isinstance(params, dict) else params:
         if isinstance(value, tuple | list):
@@ -271,25 +271,25 @@ def _jaxprs(params: Any) -> Iterator[core.Jaxpr]:
             yield plain_jaxpr(value)
 
 
-def plain_jaxpr(jaxpr: Any) -> Any:
+def plain_jaxpr(jaxpr: Any) -> core.Jaxpr:
     """Return the jaxpr of a closed jaxpr; a plain one unchanged."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def manual_axes(eqn: Any) -> Any:
+def manual_axes(eqn: core.JaxprEqn) -> Collection[str]:
     """Return the mesh axes that a `shard_map` makes manual, over which it splits its operands."""
     return eqn.params["newly_manual_axes"] if "newly_manual_axes" in eqn.params else eqn.params["manual_axes"]
 
 
-def _is_float(aval: Any) -> bool:
+def _is_float(aval: object) -> bool:
     return hasattr(aval, "dtype") and jax.numpy.issubdtype(aval.dtype, np.inexact)
 
 
-def _size(aval: Any) -> int:
+def _size(aval: object) -> int:
     return math.prod(getattr(aval, "shape", ()))
 
 
-def _nbytes(aval: Any) -> int:
+def _nbytes(aval: object) -> int:
     dtype = getattr(aval, "dtype", None)
     return _size(aval) * getattr(dtype, "itemsize", 0)
 

@@ -13,6 +13,7 @@ from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxscale.layout import Layout
+from jaxscale.layout.tensors import Tree
 from jaxscale.plan.compile import abstract_batch
 from jaxscale.plan.flop_walk import FlopRow, operations
 from jaxscale.plan.scopes import PASSES
@@ -92,7 +93,7 @@ class Flops:
         yield flops_table(self)
 
 
-def count(fn: Callable[..., Any], *args: Any, platform: str | None = None) -> Flops:
+def count(fn: Callable[..., Any], *args: Tree, platform: str | None = None) -> Flops:
     """Count a function's operations from shapes; nothing is computed.
 
     Args:

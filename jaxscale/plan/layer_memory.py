@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxscale.layout import Layout, TensorInfo, as_used
 from jaxscale.layout.rules import Kind
@@ -26,7 +27,7 @@ _EXPENSIVE = {"qkv", "scores", "attn_out", "lse", "residual_mid", "mlp_up"}
 """Activations that matrix products make, and are therefore expensive to recompute."""
 
 
-def local_bytes(info: TensorInfo, layout: Layout, kind: Kind = "activations", *, dtype: Any = None) -> int:
+def local_bytes(info: TensorInfo, layout: Layout, kind: Kind = "activations", *, dtype: DTypeLike | None = None) -> int:
     """Return a tensor's bytes on one device; the axis `kv_seq` of attention scores is not sharded.
 
     Args:

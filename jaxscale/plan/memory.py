@@ -13,6 +13,7 @@ from jaxscale.hardware import Topology
 from jaxscale.hardware import topology as hardware
 from jaxscale.layout import Layout, TensorInfo, describe
 from jaxscale.layout.rules import Kind
+from jaxscale.layout.tensors import Tree
 from jaxscale.nn import MemoryPolicy
 from jaxscale.optim import HostState
 from jaxscale.plan.communication import sized
@@ -134,7 +135,7 @@ def held_bytes(blueprint: Blueprint, infos: dict[str, Any], layout: Layout) -> t
       LayoutError: a tensor cannot be laid out; the message names it.
     """
 
-    def size(infos: Any, kind: Kind) -> int:
+    def size(infos: Tree, kind: Kind) -> int:
         return sum(r.bytes_per_device for r in describe(infos, layout, kind))
 
     offloaded = size(_of_host(infos["opt_state"]), "opt_state")
@@ -201,7 +202,7 @@ def _last_block(blueprint: Blueprint) -> list[TensorInfo]:
     return jax.tree.leaves(list(run["blocks"].values())[-1])
 
 
-def _of_host(state: Any) -> list[TensorInfo]:
+def _of_host(state: Tree) -> list[TensorInfo]:
     """The part of optimizer state that is in host memory."""
     parts = jax.tree.leaves(state, is_leaf=lambda s: isinstance(s, HostState))
     return [i for part in parts if isinstance(part, HostState) for i in jax.tree.leaves(part) if i.path]

@@ -23,8 +23,10 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxscale.layout import Boxes, Layout
+from jaxscale.layout.tensors import Tree
 from jaxscale.plan.collectives import PLUMBING, Collective
 from jaxscale.plan.moves import change, devices
 from jaxscale.plan.partition_control import CALLS, users_by_array
@@ -76,7 +78,7 @@ def partitioned(
     boxes: Sequence[Any],
     layout: Layout,
     *,
-    out: Any = (),
+    out: Tree = (),
     platform: str = "tpu",
     branch_shares: Mapping[str, float] | None = None,
     repeats: bool = False,
@@ -175,7 +177,7 @@ class Walk:
         self._frames: list[tuple[Mapping[Any, Sequence[Any]], Mapping[Any, Value]]] = []
 
     def nested(
-        self, eqn: Any, *, share: float = 1.0, certain: bool = True, manual: frozenset[str] = frozenset()
+        self, eqn: core.JaxprEqn, *, share: float = 1.0, certain: bool = True, manual: frozenset[str] = frozenset()
     ) -> Walk:
         """Return a walk with its own counts, for a jaxpr inside an operation."""
         inner = Walk(
@@ -198,7 +200,7 @@ class Walk:
         self.collectives += walk.collectives
         self.without_rule |= walk.without_rule
 
-    def new(self, boxes: Boxes, dtype: Any = None, flops: float = 0.0) -> Value:
+    def new(self, boxes: Boxes, dtype: DTypeLike | None = None, flops: float = 0.0) -> Value:
         """Return an array that equals no other."""
         return Value(boxes, next(self.numbers), *((dtype, flops) if boxes.partial else ()))
 
@@ -208,11 +210,11 @@ class Walk:
             self.cache[key] = [self.new(boxes)]
         return self.cache[key][0]
 
-    def scopes(self, eqn: Any) -> str:
+    def scopes(self, eqn: core.JaxprEqn) -> str:
         """Return the named scopes of an operation."""
         return "/".join(filter(None, (self.scope, str(eqn.source_info.name_stack))))
 
-    def users_of(self, var: Any) -> Sequence[Any]:
+    def users_of(self, var: core.Var) -> Sequence[Any]:
         """Return the operations of the same jaxpr that read an array."""
         return self._frames[-1][0].get(var, ())
 
@@ -221,7 +223,7 @@ class Walk:
         env: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         env |= {v: self.new(_replicated(v)) for v in jaxpr.constvars}
 
-        def read(v: Any) -> Value:
+        def read(v: core.Var | core.Literal) -> Value:
             return self.cached((str(v), v.aval), _replicated(v)) if isinstance(v, core.Literal) else env[v]
 
         self._frames.append((users_by_array(jaxpr), env))
@@ -290,7 +292,7 @@ class Walk:
                     splits.append(later)
         return self.divisible(var.aval.shape, finest(splits)) if splits else None
 
-    def reshard(self, var: Any, value: Value, after: Boxes, scopes: str, eqn: Any = None) -> Value:
+    def reshard(self, var: Any, value: Value, after: Boxes, scopes: str, eqn: core.JaxprEqn | None = None) -> Value:
         """Return an array in another sharding, and count the collectives once for equal arrays."""
         if value.boxes == after:
             return value
@@ -323,7 +325,7 @@ class Walk:
         pieces = [math.lcm(*map(self.pieces, axes)) for axes in zip(*(b.split for b in boxes), strict=True)]
         return tuple(-(-n // k) * k for n, k in zip(var.aval.shape, pieces, strict=True))
 
-    def send(self, collectives: Sequence[Collective], scopes: str, eqn: Any = None) -> None:
+    def send(self, collectives: Sequence[Collective], scopes: str, eqn: core.JaxprEqn | None = None) -> None:
         """Count collectives once for each execution of the jaxpr."""
         self.record.sent += tuple(collectives)
         if collectives:
@@ -332,7 +334,7 @@ class Walk:
                 fields |= dict(name=f"{scopes}/{eqn.primitive.name}", source=source_line(eqn, PLUMBING))
             self.collectives += [dataclasses.replace(c, **fields) for c in collectives]
 
-    def separate(self, eqn: Any) -> bool:
+    def separate(self, eqn: core.JaxprEqn) -> bool:
         """Whether an operation is executed although it equals an earlier one on equal arrays."""
         return self.repeats and eqn.primitive.name in REPEATED
 
@@ -340,7 +342,7 @@ class Walk:
         """Number of devices that mesh axes span."""
         return devices(axes, self.layout.sizes)
 
-    def split_of(self, spec: Any, ndim: int) -> Split:
+    def split_of(self, spec: PartitionSpec, ndim: int) -> Split:
         """Return the mesh axes with more than one device in a partition spec, by dimension."""
         sizes = self.layout.sizes
         known = [None if part is PartitionSpec.UNCONSTRAINED else part for part in spec]
@@ -362,11 +364,11 @@ def _finer(after: Boxes, before: Boxes) -> bool:
     return all(b == a[: len(b)] for a, b in zip(after.split, before.split, strict=True))
 
 
-def _replicated(v: Any) -> Boxes:
+def _replicated(v: core.Var | core.Literal) -> Boxes:
     return Boxes(((),) * (np.ndim(v.val) if isinstance(v, core.Literal) else getattr(v.aval, "ndim", 0)))
 
 
-def _adds_partial_sums(eqn: Any, env: Mapping[Any, Value]) -> bool:
+def _adds_partial_sums(eqn: core.JaxprEqn, env: Mapping[Any, Value]) -> bool:
     """Whether an operation adds arrays that are partial along the same mesh axes, so that one reduction suffices."""
     if eqn.primitive.name not in ADDS or any(isinstance(v, core.Literal) for v in eqn.invars):
         return False

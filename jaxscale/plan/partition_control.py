@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jaxscale.plan.partition import Value, Walk
 
 
-def _call(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
+def _call(walk: Walk, eqn: core.JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     bodies = (plain_jaxpr(v) for v in eqn.params.values())
     body = next((j for j in bodies if isinstance(j, core.Jaxpr) and len(j.invars) == len(inputs)), None)
     if body is None:
@@ -32,7 +32,7 @@ def _call(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
     return outputs
 
 
-def _remat(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
+def _remat(walk: Walk, eqn: core.JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     """`jax.checkpoint`, which recomputes unless the compiler may share its operations with the forward pass."""
     if eqn.params.get("prevent_cse", True):
         same = [walk.new(x.boxes, x.dtype) for x in inputs]
@@ -42,7 +42,7 @@ def _remat(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
     return _call(walk, eqn, inputs)
 
 
-def _scan(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
+def _scan(walk: Walk, eqn: core.JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     length, scopes = eqn.params["length"], walk.scopes(eqn)
     consts, carry, stacked = parts_of_scan(eqn.params, inputs)
     const_vars, carry_vars, stacked_vars = parts_of_scan(eqn.params, eqn.invars)
@@ -90,7 +90,7 @@ def _scan(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
     return [*final, *made]
 
 
-def _while(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
+def _while(walk: Walk, eqn: core.JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     skip, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     body, carry = eqn.params["body_jaxpr"].jaxpr, inputs[skip + consts :]
     return _loop(walk, eqn, body, inputs[skip : skip + consts], carry, [], 1, False)[1]
@@ -98,7 +98,7 @@ def _while(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
 
 def _loop(
     walk: Walk,
-    eqn: Any,
+    eqn: core.JaxprEqn,
     body: core.Jaxpr,
     consts: Sequence[Value],
     carry: Sequence[Value],
@@ -139,7 +139,7 @@ def _loop(
     return outputs[n:], outputs[:n], [Boxes(x.boxes.split) for x in inside]
 
 
-def _cond(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
+def _cond(walk: Walk, eqn: core.JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     platforms, branches = eqn.params.get("branches_platforms"), eqn.params["branches"]
     if platforms is not None:
         own = [b for b, p in zip(branches, platforms, strict=True) if p is not None and walk.platform in p]
@@ -169,7 +169,7 @@ def _cond(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
     return made
 
 
-def _share(walk: Walk, eqn: Any, branch: core.Jaxpr) -> float | None:
+def _share(walk: Walk, eqn: core.JaxprEqn, branch: core.Jaxpr) -> float | None:
     """Return how often a branch is taken, as a fraction, or `None` if unknown."""
     if walk.branch_shares is None:
         return None
@@ -178,7 +178,7 @@ def _share(walk: Walk, eqn: Any, branch: core.Jaxpr) -> float | None:
     return share_of_updates(branch) if share is None else share
 
 
-def _shard_map(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
+def _shard_map(walk: Walk, eqn: core.JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     """Partition the body: the automatic mesh axes shard its arrays, and it calls collectives along the manual ones."""
     manual = frozenset(manual_axes(eqn))
     inner = walk.nested(eqn, manual=manual)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from jaxscale.layout import Boxes
 from jaxscale.plan.flop_walk import product_flops
@@ -101,7 +102,7 @@ def without_rule(walk: Walk, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
     return outputs
 
 
-def _dimensions_along(eqn: Any, ndim: int) -> Sequence[int]:
+def _dimensions_along(eqn: core.JaxprEqn, ndim: int) -> Sequence[int]:
     """Dimensions of the first operand along which an operation combines elements, if its parameters name them."""
     if eqn.primitive.name == "fft":
         return range(ndim - len(eqn.params["fft_lengths"]), ndim)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.typing import DTypeLike
 
 from jaxscale.layout import Boxes
 from jaxscale.plan.collectives import Collective
@@ -102,7 +103,15 @@ class Recorder:
             self.operations.append(Operation(ALIAS, (number,), {same: 0}))
 
     def reshard(
-        self, number: int, var: Any, made: int, after: Boxes, scope: str, *, dtype: Any = None, sliced: bool
+        self,
+        number: int,
+        var: Any,
+        made: int,
+        after: Boxes,
+        scope: str,
+        *,
+        dtype: DTypeLike | None = None,
+        sliced: bool,
     ) -> None:
         """Record a change of sharding.
 
@@ -123,7 +132,9 @@ class Recorder:
         self.operations.append(Operation(name, (number,), {made: size}, scope, self.sent))
         self.sent = ()
 
-    def operation(self, eqn: Any, reads: Sequence[int], made: Iterable[tuple[Any, int, Boxes]], scope: str) -> None:
+    def operation(
+        self, eqn: core.JaxprEqn, reads: Sequence[int], made: Iterable[tuple[Any, int, Boxes]], scope: str
+    ) -> None:
         """Record an operation of a jaxpr.
 
         Args:

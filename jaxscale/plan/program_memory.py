@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 import jax
 
 from jaxscale.layout import Layout, as_used
 from jaxscale.layout.rules import Kind
+from jaxscale.layout.tensors import Tree
 from jaxscale.plan.collectives import Program, type_of
 from jaxscale.plan.scopes import scopes_of, stage_of
 from jaxscale.plan.traffic import module_of, short_source
@@ -84,7 +85,7 @@ def program_memory(compiled: Any, weights: Mapping[tuple[int, ...], str] | None 
     return ProgramMemory(largest, moment, total, host - m.host_alias_size_in_bytes)
 
 
-def dims_key(shape: Any) -> tuple[int, ...]:
+def dims_key(shape: Iterable[int]) -> tuple[int, ...]:
     """Return a shape's sizes in sorted order without 1s, because compilers transpose arrays and add dimensions."""
     return tuple(sorted(n for n in shape if n != 1))
 
@@ -420,7 +421,7 @@ def _path(argument: str) -> str:
     return "/".join(names[1:] if names[:1] == ["state"] else names)
 
 
-def weight_shapes(infos: Any, layout: Layout | None) -> dict[tuple[int, ...], str]:
+def weight_shapes(infos: Tree, layout: Layout | None) -> dict[tuple[int, ...], str]:
     """Return the per-device shapes of parameters, their gradients and casts, with the paths of the parameters.
 
     A shape that several parameters have is labelled with the first path "and others".
@@ -445,5 +446,5 @@ def weight_shapes(infos: Any, layout: Layout | None) -> dict[tuple[int, ...], st
     return owners
 
 
-def _names(part: Any) -> tuple[str, ...]:
+def _names(part: str | Iterable[str] | None) -> tuple[str, ...]:
     return (part,) if isinstance(part, str) else tuple(part or ())

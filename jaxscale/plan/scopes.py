@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+
+from jax.extend import core
 
 from jaxscale.parallel.pipeline import BACKWARD, FORWARD
 
@@ -38,7 +39,7 @@ def scopes_of(name: str) -> str:
     return "/".join(p for p in parts if p and "->" not in p and not _CONTROL.fullmatch(p))
 
 
-def share_of_updates(jaxpr: Any) -> float | None:
+def share_of_updates(jaxpr: core.Jaxpr) -> float | None:
     """Return the fraction of a run's updates that take a branch, or `None` if its named scopes do not tell.
 
     The scope "every_10_updates" marks what an optimizer does every 10 updates, "first_update" what it does once.

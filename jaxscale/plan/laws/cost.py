@@ -28,7 +28,7 @@ class Cost:
     power: float = 1.0
     source: str = "6 N D"
 
-    def tokens(self, flops: Any, n: Any) -> Any:
+    def tokens(self, flops: float | np.ndarray, n: float | np.ndarray) -> Any:
         """Return the tokens that a budget trains a model on.
 
         Args:
@@ -37,7 +37,7 @@ class Cost:
         """
         return flops / (self.per_token * n**self.power)
 
-    def flops(self, n: Any, d: Any) -> Any:
+    def flops(self, n: float | np.ndarray, d: float | np.ndarray) -> Any:
         """Return the FLOPs of a run.
 
         Args:

@@ -157,7 +157,7 @@ class OutOfDistribution(Law):
             raise ConfigError(f"this law 'ood' predicts losses from {self.of}; give {self.of} alone")
         return {loss: self._loss(params, loss, where[self.of]) for loss in self.losses}
 
-    def _loss(self, params: Mapping[str, Any], loss: str, x: Any) -> Any:
+    def _loss(self, params: Mapping[str, Any], loss: str, x: float | np.ndarray) -> Any:
         return params[f"A({loss})"] * x ** -params[f"alpha({loss})"] + (params[f"E({loss})"] if self.floor else 0.0)
 
     def errors(self, params: Mapping[str, float], table: Table) -> dict[str, np.ndarray]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -206,7 +206,7 @@ class StepLaw(Law):
         return steplaw_picture(self, fit, table)
 
 
-def _terms(x: Any, y: Any) -> Any:
+def _terms(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Return the six terms of a quadratic in x and y."""
     return np.stack([np.ones_like(x), x, y, x * x, y * y, x * y], axis=-1)
 

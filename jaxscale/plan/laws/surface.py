@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from jaxtyping import Complex, Float, Int
+from numpy.typing import ArrayLike
 
 from jaxscale.errors import ConfigError
 from jaxscale.plan.laws.base import Fit, Law
@@ -157,7 +158,7 @@ class Surface(Law):
             raise ConfigError(f"the law '{self.name}' predicts a loss from parameters and tokens; give both of them")
         return {self.loss: self.losses(params, [where["parameters"]], [where["tokens"]])[:, 0]}
 
-    def losses(self, params: Mapping[str, np.ndarray], n: Any, d: Any) -> Float[np.ndarray, "s m"]:
+    def losses(self, params: Mapping[str, np.ndarray], n: ArrayLike, d: ArrayLike) -> Float[np.ndarray, "s m"]:
         """Return L at each (N, D), for each sample of the coefficients.
 
         Args:

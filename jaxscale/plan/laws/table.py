@@ -6,13 +6,16 @@ import csv
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxscale import digests
 from jaxscale.errors import ConfigError, near
+
+if TYPE_CHECKING:
+    from jaxscale.models import ModelConfig
 
 RESULTS = "results.csv"
 BODY = "parameters_without_embeddings"
@@ -178,7 +181,7 @@ def _with_body(rows: Rows, folder: Path, read_config: ReadConfig) -> Rows:
     return out
 
 
-def parameters_without_embeddings(model: Any) -> int:
+def parameters_without_embeddings(model: ModelConfig) -> int:
     """Count the parameters that have no dimension named "vocab", as Kaplan et al. 2020 do.
 
     Args:

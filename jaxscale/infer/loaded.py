@@ -24,6 +24,7 @@ from jaxscale.step.texts import check_texts, checked
 
 if TYPE_CHECKING:
     from jaxscale.run import Run
+    from jaxscale.train.run import RunFolder
 
 log = logging.getLogger("jaxscale")
 
@@ -124,7 +125,7 @@ def warn_length(run: Run, length: int) -> None:
         )  # fmt: skip
 
 
-def trained_length(run: Run) -> int:
+def trained_length(run: RunFolder) -> int:
     """Return the longest sequence length of the run's training, or of the training that its adapters start from.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from jaxscale.optim.base import FusedTransformation, Schedule, Tree, decay_mask
 from jaxscale.optim.blockwise import Scalars, blockwise
 from jaxscale.optim.storage import EIGHT_BIT, EightBit
 from pallas_kernels.blockwise import ADAGRAD, ADAM_DIRECTION, ADAMW, LION, MOMENTUM, NESTEROV
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 class MomentState(NamedTuple):
@@ -362,5 +365,5 @@ class SGDM8bit:
         return sgdm_8bit(learning_rate, mask=decay_mask(infos), infos=infos, **_fields(self))
 
 
-def _fields(self: Any) -> dict[str, Any]:
+def _fields(self: DataclassInstance) -> dict[str, Any]:
     return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

@@ -25,7 +25,7 @@ def sharded_op(
     kind: Kind = "activations",
     out_kinds: Tree | None = None,
     name: str = "",
-) -> Any:
+) -> Tree:
     """Call `fn` on every device's shards of `arrays`, sharded by the layout in force (a `shard_map`).
 
     The partitioner cannot partition a Pallas kernel: under plain `jit` compiling for a TPU fails. Here the arrays are

@@ -138,7 +138,7 @@ def padded_flops(m: int, n: int, k: int, tile: tuple[int, int, int], cores: int 
     return 2.0 * waves * tile[0] * tile[1] * math.ceil(k / tile[2]) * tile[2]
 
 
-def _both(compute: float | np.ndarray, memory: float | np.ndarray, p: float) -> Any:
+def _both(compute: float | np.ndarray, memory: float | np.ndarray, p: float) -> float | np.ndarray:
     """Return (compute ** p + memory ** p) ** (1 / p) without overflow."""
     larger, smaller = np.maximum(compute, memory), np.minimum(compute, memory)
     return larger * (1 + (smaller / larger) ** p) ** (1 / p)

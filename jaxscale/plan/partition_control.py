@@ -221,7 +221,9 @@ def users_by_array(jaxpr: core.Jaxpr) -> dict[Any, list[Any]]:
     return users
 
 
-def _accumulated(body: core.Jaxpr, carry: Any, out: Any, reduced: Mapping[Any, frozenset[str]]) -> frozenset[str]:
+def _accumulated(
+    body: core.Jaxpr, carry: core.Var, out: core.Var | core.Literal, reduced: Mapping[Any, frozenset[str]]
+) -> frozenset[str]:
     """Return the mesh axes of a partial sum that a loop only adds to its carry: compilers reduce it after the loop."""
     makers: dict[Any, Any] = {v: eqn for eqn in body.eqns for v in eqn.outvars}
     eqn = makers.get(out)

@@ -185,7 +185,7 @@ def _with_stats(line: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
     return ((e, {str(name): value for name, value in e.stats}) for e in line.events if not e.name.startswith("$"))
 
 
-def _event(event: Any, name: Any, line: str, module: str, run: Any) -> Event:
+def _event(event: Any, name: object, line: str, module: str, run: object) -> Event:
     return Event(str(name), line, event.start_ns, event.start_ns + event.duration_ns, module, str(run))
 
 

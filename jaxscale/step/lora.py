@@ -262,7 +262,7 @@ def _get(tree: Tree, keys: tuple[Any, ...]) -> Tree:
     return tree
 
 
-def _put(tree: dict[Any, Any], keys: tuple[Any, ...], value: Any) -> None:
+def _put(tree: dict[Any, Any], keys: tuple[Any, ...], value: object) -> None:
     for key in keys[:-1]:
         tree = tree.setdefault(key, {})
     tree[keys[-1]] = value

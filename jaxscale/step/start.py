@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxscale.layout import Layout
+
+if TYPE_CHECKING:
+    from jaxscale.train.run import RunFolder
 
 Tree = Any
 
@@ -22,7 +25,7 @@ class Start(Protocol):
     step: int | None
 
     @property
-    def run(self) -> Any:
+    def run(self) -> RunFolder:
         """The run.
 
         Raises:

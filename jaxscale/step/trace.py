@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jaxscale.layout.tensors import Tree
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -48,7 +50,7 @@ class Origin:
         )
 
 
-def first_nonfinite(fn: Callable[..., Any], *args: Any) -> Origin | None:
+def first_nonfinite(fn: Callable[..., Any], *args: Tree) -> Origin | None:
     """Return where `fn(*args)` first makes a NaN or an infinity of finite numbers, or `None`.
 
     Only loops and calls with such results are searched, so there are one or two compilations for each level of nesting.
@@ -63,7 +65,7 @@ def first_nonfinite(fn: Callable[..., Any], *args: Any) -> Origin | None:
 
 
 def _search(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], outer: tuple[str, ...]) -> Origin | None:
-    def marks(consts: Sequence[Any], args: Sequence[Any]) -> Any:
+    def marks(consts: Sequence[Any], args: Sequence[Any]) -> list[tuple[list[jax.Array], list[jax.Array]]]:
         return [(_marks(operands), _marks(results)) for _, operands, results in _steps(jaxpr, consts, args)]
 
     all_marks = jax.device_get(quickly(marks)(consts, args))
@@ -71,7 +73,7 @@ def _search(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], outer
     if index is None:
         return None
 
-    def values(consts: Sequence[Any], args: Sequence[Any]) -> Any:
+    def values(consts: Sequence[Any], args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         return next(itertools.islice(_steps(jaxpr, consts, args), index, None))[1:]
 
     eqn, (operands, results) = jaxpr.eqns[index], quickly(values)(consts, args)

@@ -33,6 +33,14 @@ RETURNS = 3
 """A run fails when a guard rolls it back once more than this without a step beyond where it was rolled back."""
 
 
+def _no_sample(run: RunFolder, prompt: str) -> None:
+    """Sample nothing."""
+
+
+def _other_error(error: Exception, config: TrainConfig) -> None:
+    """Leave every error as it is."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Services:
     """Generation and planning for the training loop, which may not import them; `jaxscale.fit` passes both.
@@ -43,8 +51,8 @@ class Services:
         how much memory; `None` if the error is about something else.
     """
 
-    sample: Callable[[RunFolder, str], str | None] = lambda run, prompt: None
-    out_of_memory: Callable[[Exception, TrainConfig], Exception | None] = lambda error, config: None
+    sample: Callable[[RunFolder, str], str | None] = _no_sample
+    out_of_memory: Callable[[Exception, TrainConfig], Exception | None] = _other_error
 
 
 class Loop:

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxscale.errors import ConfigError
 from jaxscale.infer.stages import micro_batches, stages_of, state_count
 from jaxscale.layout import Layout, constrain, current
+from jaxscale.layout.tensors import Tree
 from jaxscale.models import Decodable
 from jaxscale.nn import Cache, DecodeState, Packed, RunCache
 from jaxscale.parallel.pipeline import Stages
@@ -81,7 +82,7 @@ def init_cache(
     staged = _Staged.of(model, batch)
 
     def make() -> ModelCache:
-        def of(state: DecodeState, layers: int, run: int) -> Any:
+        def of(state: DecodeState, layers: int, run: int) -> Tree:
             arrays = state.init(cache, *staged.sizes(layers, batch, run), slots, length, back)
             axes = {name: state.axes(cache, name) for name in arrays} if isinstance(arrays, dict) else {}
             return {name: staged.lay_out(x, axes[name]) for name, x in arrays.items()} if axes else arrays

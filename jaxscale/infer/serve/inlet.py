@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import socket
 import time
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 
 class TooMuch(Exception):
@@ -39,7 +42,7 @@ class Inlet(io.RawIOBase):
         """
         self.deadline, self.left = time.monotonic() + seconds, size
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: WriteableBuffer) -> int:
         """See `io.RawIOBase`.
 
         Args:

@@ -151,7 +151,7 @@ class Server(ThreadingHTTPServer):
         """See `socketserver`; does not look up this machine's name in the network."""
         socketserver.TCPServer.server_bind(self)
 
-    def get_request(self) -> Any:
+    def get_request(self) -> tuple[socket.socket, Any]:
         """See `socketserver`; without a free file descriptor, waiting connections stay in the queue for a moment."""
         try:
             return super().get_request()

@@ -61,12 +61,12 @@ def has_lost_moments(saved: dict[str, Any]) -> bool:
     return any(not e["signed"] and not e.get("positive", False) for e in encodings)
 
 
-def _other_float(leaf: Any, saved: dict[str, Any]) -> bool:
+def _other_float(leaf: jax.Array | jax.ShapeDtypeStruct, saved: dict[str, Any]) -> bool:
     """Whether an array was saved with another float dtype: moments have their parameter's, or float32 with 8 bits."""
     dtype = np.dtype(saved["dtype"])
     return leaf.dtype != dtype and all(jnp.issubdtype(d, jnp.floating) for d in (leaf.dtype, dtype))
 
 
-def _replicated(sharding: Any) -> Any:
+def _replicated(sharding: NamedSharding | None) -> Any:
     """Replicate over the mesh: scales of another tile size need not be divisible by it."""
     return None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec())

@@ -56,7 +56,7 @@ def add(commands: Any) -> None:
         "--dry-run",
         action="store_true",
         help="do not train: check all settings, trace and lower one step on the mesh (its devices need not exist), and "
-        "print what would run",
+        "print what would run; data is not opened",
     )
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     parser.set_defaults(run_command=run)

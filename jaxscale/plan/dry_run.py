@@ -60,6 +60,7 @@ class DryRun:
             if self.flops is None
             else f"{self.flops:.3g} FLOPs of products, over all devices",
             "state": state,
+            "data": "not opened; errors of files, splits and lengths appear when training starts",
             "program": f"{self.operations:,} lines, traced and lowered in {self.seconds:.1f} s; not compiled",
         }
         return "\n".join(f"{name:8} {text}" for name, text in rows.items())

@@ -120,13 +120,13 @@ class Config:
     """Sizes of the model; gin binds them as `CLASSModel.width = 128`.
 
     Args:
-      vocab: number of tokens; the byte tokenizer has 257, and a multiple of 8 shards evenly.
+      vocab: number of tokens; at least those of the tokenizer (bytes: 256); a multiple of 8 shards evenly.
       width: size of the residual stream.
       heads: attention heads; divides the width.
       depth: number of blocks.
     """
 
-    vocab: int = 264
+    vocab: int = 256
     width: int = 128
     heads: int = 4
     depth: int = 2

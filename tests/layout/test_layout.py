@@ -36,7 +36,7 @@ def test_a_dimension_that_does_not_divide_names_tensor_shape_rule_and_the_neares
         "shards 6 over 4",
         "tensor=4",
         "4 or 8",
-        "devices is 2",
+        "devices that divides 6 is 3 or 6",
     ):
         layout.spec(("embed", "heads", "head_dim"), (64, 6, 16), name="q/kernel")
 

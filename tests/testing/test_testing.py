@@ -15,7 +15,16 @@ from experiments.bring_your_own.vit import ViT
 from jaxscale.layout import Layout
 from jaxscale.models import Learned, Transformer, TransformerConfig
 from jaxscale.nn import Bidirectional, MixtureOfExperts, MultiHead
-from jaxscale.testing import Agreement, check_mixer, check_model, compare_op, compare_optimizer, differences
+from jaxscale.step import NextToken
+from jaxscale.testing import (
+    Agreement,
+    check_mixer,
+    check_model,
+    compare_layouts,
+    compare_op,
+    compare_optimizer,
+    differences,
+)
 from tests.truth.runs import Bigram
 
 TINY = TransformerConfig(depth=2, vocab=32, width=16, heads=2, hidden=32)
@@ -147,3 +156,16 @@ class WithLateNorm(TransformerConfig):
 def test_a_model_whose_stages_make_something_else_is_named():
     with pytest.raises(AssertionError, match="WithLateNorm: begin, layers and finish together differ from hidden"):
         check_model(WithLateNorm(depth=1, vocab=32, width=16, heads=2, hidden=32))
+
+
+@dataclasses.dataclass(frozen=True)
+class FaintNextToken(NextToken):
+    """The next-token loss times a hundredth, whose gradients are below the usual clipping norm."""
+
+    def value(self, totals):
+        return 0.01 * super().value(totals)
+
+
+def test_layouts_are_compared_with_clipping_however_small_the_gradients_are():
+    result = compare_layouts(TINY, [Layout("fsdp=2,tensor=2")], objective=FaintNextToken())
+    assert result.ok and "gradients" in next(iter(result.rows.values()))

@@ -1,13 +1,13 @@
-"""AdamW with states in eight bits, fused in one pass, against the same in plain XLA, 32-bit states, and torch.
+"""Fused AdamW with 8-bit states, compared with the same in plain XLA, with 32-bit states, and with torch.
 
-    python experiments/benchmarks/adamw8bit.py                 every size this machine is for
-    python experiments/benchmarks/adamw8bit.py --json FILE     and writes the figures
+    python experiments/benchmarks/adamw8bit.py                 all sizes for this machine
+    python experiments/benchmarks/adamw8bit.py --json FILE     the same, and write the figures
 
-One process; rows are called in turns and each figure is a median of neighbours' ratios. Parameters, gradients and
-states are those after a few real steps on normal data. On a GPU a call is several steps in one program, so that
-launching counts for little, and the caches are written over before each. A copy is measured in the same turns: what
-share of its bandwidth a row reaches is its bytes per parameter (counted, not measured) over its time. On a CPU the
-figures compare programs at toy sizes and say nothing of a GPU.
+One process; rows are called in turns and each ratio is a median over adjacent calls. Parameters, gradients and states
+are those after a few real steps on normally distributed data. On a GPU a call is several steps in one program, so that
+launch time matters little, and the caches are overwritten before each call. A copy is measured in the same turns; a
+row's share of the copy's bandwidth follows from its bytes per parameter (counted, not measured) and its time. On a CPU
+the sizes are toys, and the figures say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch is to fit beside JAX
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory for torch
 
 import jax
 import jax.numpy as jnp
@@ -37,12 +37,12 @@ from pallas_kernels.dispatch import chosen, forget
 
 NUMBERS = dict(lr=1e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
 TILE, COLUMNS = (1, 128), 4096
-SIZES = {"gpu": (256, 64, 16), "tpu": (256, 64, 16), "cpu": (4, 1)}  # millions of parameters, most telling first
+SIZES = {"gpu": (256, 64, 16), "tpu": (256, 64, 16), "cpu": (4, 1)}  # millions of parameters, most informative first
 STEPS = {"gpu": 8, "tpu": 8, "cpu": 1}  # in one timed call
 SETTLING = 3  # real steps before anything is timed
 FLUSH = 256 * 2**20
 TARGETS = {"copy": 0.70, "8-bit in XLA": 2.5, "torch fused": 1.4}
-"""Share of the copy bandwidth, and how many times as fast as the same in XLA and as torch's 32-bit AdamW."""
+"""Share of the copy's bandwidth; speed relative to the same in XLA, and to torch's 32-bit AdamW."""
 
 
 @dataclasses.dataclass
@@ -51,8 +51,8 @@ class Row:
 
     Args:
       call: takes `steps` steps and returns when they are done.
-      bytes: read and written, per parameter and step.
-      steps: of one call.
+      bytes: bytes read and written per parameter and step.
+      steps: steps in one call.
     """
 
     call: Callable[[], None]
@@ -61,19 +61,19 @@ class Row:
 
 
 def scalars(t: Any) -> dict[str, Any]:
-    """What the rule takes at step t."""
+    """Return the scalars that the update rule needs at step t."""
     return NUMBERS | {"fix1": 1 - NUMBERS["b1"] ** t, "fix2": 1 - NUMBERS["b2"] ** t}
 
 
 def normal(size: int, dtype: Any, scale: float, seed: int) -> Array:
-    """A matrix of 4096 columns."""
+    """Return a random matrix of 4096 columns."""
     return (jax.random.normal(jax.random.key(seed), (size // COLUMNS, COLUMNS)) * scale).astype(dtype)
 
 
 def carried(
     step: Callable[..., tuple[Any, ...]], state: tuple[Any, ...], grad: Array, steps: int
 ) -> Callable[[], None]:
-    """A call that takes `steps` steps in one program and keeps what they leave, in place."""
+    """Return a call that takes `steps` steps in one program and updates the state in place."""
 
     def several(state: tuple[Any, ...], grad: Array) -> tuple[Any, ...]:
         for _ in range(steps):
@@ -91,7 +91,7 @@ def carried(
 
 
 def eight_bit(size: int, dtype: Any, steps: int, implementation: str | None) -> Row:
-    """Ours: 8-bit moments."""
+    """Return our AdamW with 8-bit moments."""
 
     def step(p: Array, states: Any, t: Array, g: Array) -> tuple[Any, ...]:
         p, states = update_blockwise(ADAMW, scalars(t), p, g, states, implementation=implementation)
@@ -108,7 +108,7 @@ def eight_bit(size: int, dtype: Any, steps: int, implementation: str | None) -> 
 
 
 def thirty_two_bit(size: int, dtype: Any, steps: int) -> Row:
-    """jaxscale's AdamW, float32 moments, in place."""
+    """Return jaxscale's AdamW with float32 moments, updated in place."""
     tx = adamw(NUMBERS["lr"], **{k: v for k, v in NUMBERS.items() if k != "lr"})
 
     def step(p: Array, state: AdamWState, g: Array) -> tuple[Any, ...]:
@@ -121,7 +121,7 @@ def thirty_two_bit(size: int, dtype: Any, steps: int) -> Row:
 
 
 def copy(size: int, dtype: Any, steps: int) -> Row:
-    """Reads and writes an array of as many numbers, float32, and does nothing to speak of."""
+    """Return a row that copies a float32 array of `size` numbers (times one)."""
 
     def step(x: Array, one: Array) -> tuple[Any, ...]:
         return (jax.lax.optimization_barrier(x * one),)
@@ -131,10 +131,10 @@ def copy(size: int, dtype: Any, steps: int) -> Row:
 
 
 def torch_fused(size: int, dtype: Any, steps: int) -> Row:
-    """torch's fused AdamW (its moments are of the parameter's dtype).
+    """Return torch's fused AdamW; its moments have the parameter's dtype.
 
     Raises:
-      Exception: torch, or a GPU for it, is not here; or whatever torch raises.
+      Exception: torch is not installed, has no GPU, or fails.
     """
     torch = rivals.torch_here()
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[jnp.dtype(dtype).name]
@@ -154,7 +154,7 @@ def torch_fused(size: int, dtype: Any, steps: int) -> Row:
 
 
 def in_turns(rows: dict[str, Row], rounds: int, flush: Callable[[], None]) -> dict[str, list[float]]:
-    """Seconds a step of every row; as `measure.interleaved`, with the caches written over before each call."""
+    """Return seconds per step of every row: as `measure.interleaved`, with the caches overwritten before each call."""
     seconds: dict[str, list[float]] = {name: [] for name in rows}
     names = list(rows)
     for i in range(-2, rounds):
@@ -168,7 +168,7 @@ def in_turns(rows: dict[str, Row], rounds: int, flush: Callable[[], None]) -> di
 
 
 def flusher(platform: str) -> Callable[[], None]:
-    """Writes over a GPU's caches."""
+    """Return a function that overwrites a GPU's caches; it does nothing on other platforms."""
     if platform != "gpu":
         return lambda: None
     write = jax.jit(lambda x: x + 1, donate_argnums=0)
@@ -181,11 +181,11 @@ def flusher(platform: str) -> Callable[[], None]:
 
 
 def one_size(platform: str, rounds: int, case: tuple[int, Any]) -> tuple[dict[str, Any], list[record.Line]]:
-    """All ways to take a step at one size.
+    """Measure all implementations at one size.
 
     Args:
-      platform: where.
-      rounds: timings of each.
+      platform: "gpu", "tpu" or "cpu".
+      rounds: timed calls of each.
       case: millions of parameters, and their dtype.
     """
     (millions, dtype), steps = case, STEPS[platform]
@@ -213,7 +213,7 @@ def one_size(platform: str, rounds: int, case: tuple[int, Any]) -> tuple[dict[st
     lines = []
     for against, aim in TARGETS.items():
         if against not in rows or (against == "torch fused" and dtype != jnp.float32):
-            continue  # torch's moments have the parameter's dtype: 32 bits only where it has
+            continue  # torch's moments have the parameter's dtype: 32 bits only for float32 parameters
         work = rows["ours"].bytes / rows["copy"].bytes if against == "copy" else 1.0
         ratio = dataclasses.asdict(measure.ratio([work * s for s in seconds[against]], seconds["ours"]))
         verdict = record.judge(ratio, aim, None, kind)
@@ -229,12 +229,12 @@ def _name(case: tuple[int, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     record.options(parser)
-    parser.add_argument("--millions", type=int, nargs="*", help="sizes; by default those for this machine")
+    parser.add_argument("--millions", type=int, nargs="*", help="millions of parameters (default: by machine)")
     args = parser.parse_args()
     device = jax.devices()[0]
     platform = device.platform if device.platform in SIZES else "gpu"
     if platform == "cpu":
-        print("on a CPU: toy sizes, no kernel; these figures say nothing of a GPU or a TPU")
+        print("on a CPU: toy sizes, no kernel; these figures say nothing about a GPU or a TPU")
     results = record.Results("adamw8bit", device.device_kind, args)
     cases = [
         (millions, dtype) for millions in args.millions or SIZES[platform] for dtype in (jnp.bfloat16, jnp.float32)

@@ -1,11 +1,12 @@
-"""Does a program compiled ahead of time, without a GPU, load and run on one?
+"""Test whether programs compiled ahead of time, without a GPU, load and run on one.
 
     JAX_PLATFORMS=cpu python experiments/benchmarks/aot_load.py --make aot.bin --device h200    without a GPU
     python experiments/benchmarks/aot_load.py --load aot.bin --out DIR                          on the GPU
 
-The file holds three programs: one of XLA's alone, one with our softmax kernel, one with our attention kernel. Loading
-unpickles the file: load no file but your own. Both ends need the same jaxlib. What is said: whether each loads, whether
-its result is that of the same function compiled on the spot, and how long loading and compiling take.
+The file has three programs: one without kernels, one with our softmax kernel, one with our attention kernel. Loading
+unpickles the file: load only files that you made. Both machines need the same jaxlib. The output says whether each
+program loads, whether its result equals that of the same function compiled on the GPU machine, and how long loading
+and compiling take.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
 
 
 def programs(devices: list[Any]) -> dict[str, Any]:
-    """The programs lowered for one device, which need not be here."""
+    """Return the programs lowered for the first of the devices, which may be absent."""
     mesh = Mesh(np.array(devices[:1]), ("device",), axis_types=(AxisType.Auto,))
     whole = jax.NamedSharding(mesh, PartitionSpec())
     lowered = {}
@@ -57,7 +58,7 @@ def programs(devices: list[Any]) -> dict[str, Any]:
 
 
 def make(file: Path, device: str) -> None:
-    """Compiles the programs for a device that is not here, into a file."""
+    """Compile the programs for an absent device and write them to a file."""
     devices = list(aot.devices_of(device))
     made = {}
     for name, lowered in programs(devices).items():
@@ -71,28 +72,28 @@ def make(file: Path, device: str) -> None:
 
 
 def load(file: Path, out: Path | None) -> int:
-    """Loads the programs of a file, runs them on random data, and compares them with the same compiled here.
+    """Load the programs of a file, run them on random data, and compare with the same programs compiled here.
 
     Args:
-      file: of `make`.
-      out: a folder, for the answers in `aot_load.json`, which is whole after each.
+      file: written by `make`.
+      out: folder for the answers, `aot_load.json`, which is complete after each program; or `None`.
 
     Returns:
-      1 where one does not load or run, or is wrong, else 0.
+      Exit status: 1 where a program does not load or run, or is wrong, else 0.
 
     Raises:
-      SystemExit: the file is none of `make`, or of another jaxlib.
+      SystemExit: the file was not written by `make`, or by another jaxlib.
     """
     try:
-        kept = pickle.loads(file.read_bytes())
+        content = pickle.loads(file.read_bytes())
     except (OSError, pickle.UnpicklingError, EOFError) as e:
-        raise SystemExit(f"{file} is no file of --make: {e}") from None
-    if kept["jaxlib"] != jaxlib.__version__:
+        raise SystemExit(f"{file} was not written by --make: {e}") from None
+    if content["jaxlib"] != jaxlib.__version__:
         raise SystemExit(
-            f"{file} was made with jaxlib {kept['jaxlib']}, and this is {jaxlib.__version__}: make it anew"
+            f"{file} was made with jaxlib {content['jaxlib']}, and this is jaxlib {jaxlib.__version__}: make it again"
         )
     devices = jax.devices()[:1]
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name in PROGRAMS:
         keys = jax.random.split(jax.random.key(0), 4)
         inputs = [jax.random.normal(k, s, BF16) for k, s in zip(keys, PROGRAMS[name][1], strict=False)]
@@ -100,7 +101,7 @@ def load(file: Path, out: Path | None) -> int:
         row: dict[str, Any] = {}
         try:
             begun = time.perf_counter()
-            program = serialize_executable.deserialize_and_load(*kept["programs"][name], execution_devices=devices)
+            program = serialize_executable.deserialize_and_load(*content["programs"][name], execution_devices=devices)
             row["load_seconds"] = time.perf_counter() - begun
             got = np.asarray(program(*inputs), np.float32)
             jax.clear_caches()
@@ -110,28 +111,28 @@ def load(file: Path, out: Path | None) -> int:
             want = np.asarray(here(*inputs), np.float32)
             apart = float(np.linalg.norm(got - want) / np.linalg.norm(want))
             row |= {"apart": apart, "answer": RUNS if apart < 0.01 else "loads, and is WRONG"}
-        except Exception as e:  # that it does not is an answer
+        except Exception as e:  # failing to load is an answer too
             row["answer"] = f"{type(e).__name__}: {str(e).strip().splitlines()[0][:300] if str(e) else ''}"
         print(f"{name}: {row}", flush=True)
-        found[name] = row
+        rows[name] = row
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-            result = {**measure.facts(devices[0].device_kind), "jaxlib": kept["jaxlib"], "programs": found}
+            result = {**measure.facts(devices[0].device_kind), "jaxlib": content["jaxlib"], "programs": rows}
             (out / "aot_load.json").write_text(json.dumps(measure.rounded(result), indent=1) + "\n")
-    loads = sum(row["answer"] == RUNS for row in found.values())
-    print(f"{loads} of {len(found)} programs load and run")
-    return int(loads < len(found))
+    loads = sum(row["answer"] == RUNS for row in rows.values())
+    print(f"{loads} of {len(rows)} programs load and run")
+    return int(loads < len(rows))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--make", type=Path, metavar="FILE", help="compile, here, for --device")
+    parser.add_argument("--make", type=Path, metavar="FILE", help="compile for --device and write the programs to FILE")
     parser.add_argument("--device", default="h200", choices=("h100", "h200"))
-    parser.add_argument("--load", type=Path, metavar="FILE", help="load and run, on the device")
-    parser.add_argument("--out", type=Path, help="a folder for the answer, as aot_load.json")
+    parser.add_argument("--load", type=Path, metavar="FILE", help="load FILE's programs and run them here")
+    parser.add_argument("--out", type=Path, help="folder for aot_load.json, the result")
     args = parser.parse_args()
     if (args.make is None) == (args.load is None):
-        parser.error("one of --make FILE and --load FILE")
+        parser.error("give either --make FILE or --load FILE")
     if args.make:
         try:
             make(args.make, args.device)

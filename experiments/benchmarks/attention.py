@@ -1,14 +1,14 @@
-"""Flash attention, forward and backward, against cuDNN's, XLA's, torch's, Triton's and tokamax's, and our own.
+"""Flash attention, forward and backward, compared with cuDNN, XLA, torch, Triton and tokamax.
 
-    python experiments/benchmarks/attention.py                        on the device there is; on a GPU ten minutes
-    python experiments/benchmarks/attention.py --json attention.json  and every timing into a file
-    python experiments/benchmarks/attention.py --only packed          the rows whose name holds a word
+    python experiments/benchmarks/attention.py                        on the present device; ten minutes on a GPU
+    python experiments/benchmarks/attention.py --json attention.json  write every timing to a file
+    python experiments/benchmarks/attention.py --only packed          only rows whose name contains a word
 
-A round calls a matrix product, ours and what it is held against in turns, so that a clock that drops drops for all of
-them; a ratio is the median over rounds. Arithmetic is 4 S T D for each query head, of that the pairs that are seen, and
-2.5 times as much backward. Segments, a window, grouped heads and a soft-cap are held against our own causal rate, both
-counted in visited tiles of 128 x 128 (from `tile_table`): what a mask costs besides the work it leaves. On a CPU sizes
-are small, ours is "xla", held against `jax.nn`'s, and no target applies.
+A round calls a matrix product, ours and the others in turns, so that a change of the clock frequency affects all of
+them; a ratio is the median over rounds. FLOPs are 4 S T D for each query head, times the share of unmasked pairs, and
+2.5 times as many backward. Rows with segments, a window, grouped heads or a soft-cap are compared with our own causal
+rate, both counted in visited tiles of 128 x 128 (from `tile_table`): this is what a mask costs beyond the work that
+remains. On a CPU sizes are small, ours is "xla", the other is that of `jax.nn`, and no target applies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch is to fit beside JAX
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory for torch
 
 import jax
 import jax.numpy as jnp
@@ -36,13 +36,13 @@ from pallas_kernels.flash_attention import SKIP, Mask, Tokens, flash_attention, 
 
 TILE = 128
 DOCUMENTS = (0.31, 0.02, 0.17, 0.05, 0.09, 0.22, 0.01, 0.13)
-"""The lengths of a packed row's documents, as shares of it."""
+"""Lengths of a packed row's documents, as shares of the row."""
 OURS = ("ours", "deterministic", "causal")
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """(B, S, H, D) of the queries, and the key heads."""
+    """Batch, sequence length, query heads, head dim and key-value heads."""
 
     b: int
     s: int
@@ -53,14 +53,14 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """What a row should show: the rate of "ours" (or `of`), as a multiple of another call's or in TFLOP/s.
+    """A target for the rate of "ours" (or `of`), as a multiple of another call's rate or in TFLOP/s.
 
     Args:
-      against: a call, or "" for TFLOP/s.
+      against: name of the other call, or "" for TFLOP/s.
       least: the target.
-      floor: what is still bearable below it, or `None`.
-      of: whose rate.
-      tiles: rates are those of visited tiles.
+      floor: a smaller ratio that is reported as "above the floor", or `None`.
+      of: the call that the target is for.
+      tiles: count the FLOPs of visited tiles instead of those of unmasked pairs.
     """
 
     against: str
@@ -72,15 +72,15 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A row: what is computed, what is timed beside it, what it should show.
+    """A row: a computation, the calls that are timed, and their targets.
 
     Args:
-      name: what it is called, without the direction.
+      name: name of the row, without the direction.
       direction: "forward" or "backward".
-      shape: of the arrays.
+      shape: shapes of the arrays.
       options: static options of `flash_attention`.
-      packed: eight documents in a row.
-      calls: "ours", "deterministic", "causal" (ours, without what is special here), "cudnn", "xla", "cudnn mask",
+      packed: eight documents in each batch row.
+      calls: "ours", "deterministic", "causal" (ours with only a causal mask), "cudnn", "xla", "cudnn mask",
         "torch", "flex", "triton", "tokamax".
       claims: the targets.
     """
@@ -96,8 +96,17 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What is measured where: the large shapes (B, S, H), the short one, widths, the window, the product; calls
-    and seconds that a timing has at least.
+    """Sizes for a kind of device.
+
+    Args:
+      shapes: large (B, S, H).
+      short: (B, S, H) of the row with short sequences.
+      widths: head dims.
+      wide: head dim of the row with wide heads.
+      window: keys in the row with a window.
+      matmul: length of the sides of the matrix product.
+      calls: least number of calls in a timing.
+      least: least seconds of a timing.
     """
 
     shapes: tuple[tuple[int, int, int], ...]
@@ -115,7 +124,7 @@ MACHINES = {"gpu": LARGE, "tpu": LARGE, "cpu": Machine(((1, 1024, 4),), (2, 256,
 
 
 def cases(machine: Machine, platform: str) -> list[Case]:
-    """Every row of a machine, most telling first: causal at the first width, both directions, then what is special."""
+    """Return all rows for a machine, most informative first: the causal ones at the first width, then the others."""
     every = [*_plain(machine, platform), *_special(machine, platform), *_others(machine, platform)]
     first = lambda c: c.shape.d == machine.widths[0] and dict(c.options)["causal"]  # noqa: E731
     return sorted(every, key=lambda c: not first(c))
@@ -138,7 +147,7 @@ def _plain(machine: Machine, platform: str) -> Iterator[Case]:
 
 
 def _special(machine: Machine, platform: str) -> Iterator[Case]:
-    """Held against our own causal rate."""
+    """Rows that are compared with our own causal rate."""
     library = "cudnn" if platform == "gpu" else "xla"
     flex = ("flex",) if platform == "gpu" else ()
     d, (b, s, h), causal = machine.widths[0], machine.shapes[-1], (("causal", True),)
@@ -158,7 +167,7 @@ def _special(machine: Machine, platform: str) -> Iterator[Case]:
 
 
 def _others(machine: Machine, platform: str) -> Iterator[Case]:
-    """Short sequences, and wide heads."""
+    """Rows with short sequences, and with wide heads."""
     library = "cudnn" if platform == "gpu" else "xla"
     (b, s, h), d = machine.short, machine.widths[0]
     short = f"D {d} {b}×{s}×{h} causal"
@@ -174,15 +183,15 @@ def _others(machine: Machine, platform: str) -> Iterator[Case]:
 
 
 def documents(shape: Shape) -> np.ndarray:
-    """(B, S) segment ids: every row holds the same documents."""
+    """Return segment ids, (B, S): every batch row has the same documents."""
     ends = np.round(np.cumsum(DOCUMENTS) * shape.s).astype(int)
     return np.tile(np.searchsorted(ends, np.arange(shape.s), side="right").astype(np.int32), (shape.b, 1))
 
 
 def flops(case: Case) -> float:
-    """Of the pairs of a query and a key that are seen; half of all where the mask is causal."""
+    """Return the FLOPs of the unmasked pairs of a query and a key: half of all pairs where the mask is causal."""
     options, shape = dict(case.options), case.shape
-    seen = np.full(shape.s, shape.s, float)  # keys a query sees
+    seen = np.full(shape.s, shape.s, float)  # keys that a query attends to
     if options["causal"]:
         place = np.arange(shape.s)
         if case.packed:
@@ -193,7 +202,7 @@ def flops(case: Case) -> float:
 
 
 def tile_flops(case: Case) -> float:
-    """Of all pairs of the tiles that are visited."""
+    """Return the FLOPs of all pairs in the visited tiles."""
     options, shape = dict(case.options), case.shape
     ids = documents(shape) if case.packed else None
     tokens = Tokens(ids, ids)  # type: ignore[arg-type]
@@ -208,7 +217,7 @@ def _of_pairs(pairs: float, case: Case) -> float:
 
 
 def bare(case: Case) -> Case:
-    """The causal row that a special one is held against."""
+    """Return the causal row that a special one is compared with."""
     shape = dataclasses.replace(case.shape, kv=case.shape.h)
     return dataclasses.replace(case, shape=shape, options=(("causal", True),), packed=False)
 
@@ -217,7 +226,7 @@ def bare(case: Case) -> Case:
 
 
 def made(case: Case, call: str, dtype: Any) -> rivals.Call:
-    """A call of the forward or of the backward pass alone."""
+    """Return the named call of a row: its forward pass alone or its backward pass alone."""
     case = bare(case) if call == "causal" else case
     shape, options = case.shape, dict(case.options)
     heads = {"q": shape.h, "k": shape.kv, "v": shape.kv, "g": shape.h}
@@ -248,19 +257,19 @@ def made(case: Case, call: str, dtype: Any) -> rivals.Call:
 
 
 def matmul(size: int, dtype: Any) -> tuple[Callable[[], Any], float]:
-    """A square product and its arithmetic."""
+    """Return a square matrix product and its FLOPs."""
     a, b = (jax.random.normal(jax.random.key(i), (size, size), dtype) for i in (0, 1))
     return functools.partial(jax.jit(jnp.matmul), a, b), 2.0 * size**3
 
 
 def measure_row(machine: Machine, dtype: Any, rounds: int, case: Case) -> tuple[dict[str, Any], list[record.Line]]:
-    """Rates of each call, the ratios, and what ran."""
+    """Measure a row: the rate of each call, the ratios, and the implementation that ran."""
     forget()
     product, product_flops = matmul(machine.matmul, dtype)
     makers = {call: functools.partial(made, case, call, dtype) for call in case.calls if call != "causal"}
     calls, refused = rivals.agreeing(makers, 0.03)
     runs = _what_ran(case.direction)
-    if "causal" in case.calls:  # another computation than the others: nothing to agree with
+    if "causal" in case.calls:  # computes something else, so its result is not compared
         calls["causal"] = made(case, "causal", dtype)
         jax.block_until_ready(calls["causal"]())
     times = _calls(machine, calls["ours"])
@@ -279,7 +288,7 @@ def measure_row(machine: Machine, dtype: Any, rounds: int, case: Case) -> tuple[
 
 
 def _calls(machine: Machine, call: rivals.Call) -> int:
-    """How many calls a timing has: enough that starting the first and waiting for the last count for little."""
+    """Return the number of calls in a timing: enough that launching and waiting matter little."""
     some = rivals.several(call, machine.calls)
     once = min(measure.interleaved({"": some}, 3)[""].wall) / machine.calls
     return max(machine.calls, min(64, round(machine.least / once)))
@@ -295,7 +304,7 @@ def _work(case: Case, call: str, tiles: bool = False) -> float:
 
 
 def _line(case: Case, claim: Claim, seconds: dict[str, list[float]], common: dict[str, Any]) -> record.Line:
-    """A claim with what was found: a multiple of another call's rate, or TFLOP/s."""
+    """Return the table's line of a target: the measured multiple of another call's rate, or TFLOP/s."""
     ratio = None
     if claim.of in seconds and claim.against in (*seconds, ""):
         work = _work(case, claim.of, claim.tiles)
@@ -304,22 +313,22 @@ def _line(case: Case, claim: Claim, seconds: dict[str, list[float]], common: dic
             ratio = measure.ratio([share * s for s in seconds[claim.against]], seconds[claim.of])
         else:
             ratio = measure.ratio([work / 1e12] * len(seconds[claim.of]), seconds[claim.of])
-    found = None if ratio is None else dataclasses.asdict(ratio)
+    measured = None if ratio is None else dataclasses.asdict(ratio)
     return record.Line(
         f"attention {case.direction} {case.name}" + (f": {claim.of}" if claim.of != "ours" else ""),
-        ratio=found,
+        ratio=measured,
         against=(claim.against or "TFLOP/s") + (", tiles" if claim.tiles else ""),
         target=claim.least,
         floor=claim.floor,
-        verdict=record.judge(found, claim.least, claim.floor, jax.devices()[0].device_kind),
+        verdict=record.judge(measured, claim.least, claim.floor, jax.devices()[0].device_kind),
         **common,
     )
 
 
 def _what_ran(direction: str) -> str:
     kind = jax.devices()[0].device_kind
-    found = [c for c in chosen("flash_attention") if c.kind == kind and dict(c.case)["direction"] == direction]
-    return found[0].implementation if found else "?"
+    records = [c for c in chosen("flash_attention") if c.kind == kind and dict(c.case)["direction"] == direction]
+    return records[0].implementation if records else "?"
 
 
 def main() -> None:

@@ -1,14 +1,14 @@
-"""The loss without logits, forward and with its gradients, against materialised logits and the speed of a matmul.
+"""The cross-entropy that never stores logits, forward and with gradients, compared with stored logits and a matmul.
 
-Materialised by XLA and by torch, compiled; tokamax's where it is installed.
+The others: stored logits by XLA and by compiled torch, and tokamax where it is installed.
 
-    python experiments/benchmarks/cross_entropy.py                           on the device there is
-    python experiments/benchmarks/cross_entropy.py --json cross_entropy.json and every timing into a file
+    python experiments/benchmarks/cross_entropy.py                           on the present device
+    python experiments/benchmarks/cross_entropy.py --json cross_entropy.json write every timing to a file
 
-A round calls a square matrix product, ours and theirs in turns, so that a clock that drops drops for all of them. A
-forward pass has one product of N x E x V; with gradients ours has four, since logits are made twice, and theirs three.
-The share is the time of that many products at the square one's rate, over ours. Ratios are medians over rounds. On a
-CPU sizes are small and no target applies.
+A round calls a square matrix product, ours and theirs in turns, so that a change of the clock frequency affects all of
+them. A forward pass has one product of N x E x V; with gradients ours has four, since it computes logits twice, and
+theirs has three. Our share is the time that as many products take at the square product's rate, over our time. Ratios
+are medians over rounds. On a CPU sizes are small and no target applies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch is to fit beside JAX
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory for torch
 
 import jax
 import jax.numpy as jnp
@@ -34,18 +34,18 @@ from pallas_kernels.cut_cross_entropy import linear_cross_entropy
 from pallas_kernels.dispatch import chosen
 
 TARGETS = {"forward": 0.85, "forward and backward": 1 / 1.15}
-"""Of the matrix product's rate; and both at least as fast as materialised logits."""
+"""Least share of the matrix product's rate. Both directions are also to be as fast as stored logits."""
 
 PRODUCTS = {"forward": 1, "forward and backward": 4}
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What is measured where.
+    """Sizes for a kind of device.
 
     Args:
       tokens, width, words: N, E and V.
-      square: length of the matrix product's sides.
+      square: length of the sides of the matrix product.
     """
 
     tokens: int
@@ -62,18 +62,18 @@ MACHINES = {
 
 
 def ours(x: jax.Array, w: jax.Array, targets: jax.Array) -> jax.Array:
-    """The mean loss."""
+    """Return the mean loss, by our op."""
     return linear_cross_entropy(x, w, targets).mean()
 
 
 def theirs(x: jax.Array, w: jax.Array, targets: jax.Array) -> jax.Array:
-    """The same of float32 logits, as optax has it."""
+    """Return the mean loss from float32 logits, by optax."""
     logits = jnp.einsum("ne,ve->nv", x, w, preferred_element_type=jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
 def measure_row(machine: Machine, dtype: Any, rounds: int, direction: str) -> tuple[dict[str, Any], list[record.Line]]:
-    """Seconds of each, what ran, and the ratios."""
+    """Measure one direction: seconds of each call, the implementation that ran, and the ratios."""
     keys = jax.random.split(jax.random.key(0), 4)
     n, e, v = machine.tokens, machine.width, machine.words
     x, w = jax.random.normal(keys[0], (n, e), dtype), jax.random.normal(keys[1], (v, e), dtype) * e**-0.5
@@ -116,12 +116,12 @@ def main() -> None:
     record.options(parser)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16 (float32 on a CPU)")
     for name in ("tokens", "width", "words"):
-        parser.add_argument(f"--{name}", type=int, help="in place of the machine's own")
+        parser.add_argument(f"--{name}", type=int, help="instead of the size for this machine")
     args = parser.parse_args()
     device = jax.devices()[0]
     machine = MACHINES.get(device.platform, MACHINES["cpu"])
-    given = {n: v for n in ("tokens", "width", "words") if (v := getattr(args, n)) is not None}
-    machine = dataclasses.replace(machine, **given)
+    sizes = {n: v for n in ("tokens", "width", "words") if (v := getattr(args, n)) is not None}
+    machine = dataclasses.replace(machine, **sizes)
     dtype = jnp.dtype(args.dtype or ("float32" if device.platform == "cpu" else "bfloat16"))
     results = record.Results("cross_entropy", device.device_kind, args, dtype=dtype.name)
     run = functools.partial(measure_row, machine, dtype, args.rounds)

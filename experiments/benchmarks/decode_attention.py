@@ -1,13 +1,13 @@
-"""Attention of one new token of each row to its cache: what share of the memory's bandwidth it reaches.
+"""Attention of one new token per sequence to its KV cache: the share of memory bandwidth that it reaches.
 
-    python experiments/benchmarks/decode_attention.py                      on the device there is
-    python experiments/benchmarks/decode_attention.py --json decode.json   and every timing into a file
-    python experiments/benchmarks/decode_attention.py --only paged         the rows whose name holds a word
+    python experiments/benchmarks/decode_attention.py                      on the present device
+    python experiments/benchmarks/decode_attention.py --json decode.json   write every timing to a file
+    python experiments/benchmarks/decode_attention.py --only paged         only rows whose name contains a word
 
-A round calls a plain sum of as many bytes, ours and what it is held against in turns, so that whatever else the machine
-does falls on all alike; a ratio is the median over rounds. The bandwidth is that of the sum, in the same round. Bytes
-are those of the keys and values that are seen: rows of a batch have unlike lengths where a name says so. On a CPU sizes
-are small, ours is "xla" and no target applies.
+A round calls a plain sum of as many bytes, ours and the others in turns, so that other load slows all of them alike; a
+ratio is the median over rounds. The bandwidth is that of the sum, in the same round. Bytes are those of the unmasked
+keys and values; in rows named "ragged", sequences have different lengths. On a CPU sizes are small, ours is "xla" and
+no target applies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pallas_kernels import chosen, forget
 from pallas_kernels.decode_attention import decode_attention
 
 CALLS = 8
-"""In a timing."""
+"""Calls in a timing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Case:
     """A row of the table.
 
     Args:
-      name: what it is called.
-      b, t, h, kv, d: rows, keys of the longest, heads, key heads, width.
-      page: keys of a page, or `None` for a cache without.
-      ragged: rows have from an eighth of the keys to all.
-      target: the share of the bandwidth that is asked for.
+      name: name of the row.
+      b, t, h, kv, d: sequences, keys of the longest, query heads, key-value heads, head dim.
+      page: keys in a page, or `None` for a contiguous cache.
+      ragged: sequences have from an eighth of the keys to all of them.
+      target: least share of the bandwidth.
     """
 
     name: str
@@ -57,30 +57,30 @@ class Case:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Keys of each row."""
+        """Return the number of keys of each sequence."""
         shares = np.linspace(1 / 8, 1, self.b) if self.ragged else np.ones(self.b)
         return np.maximum(1, (shares * self.t).astype(np.int32))
 
     @property
     def bytes(self) -> int:
-        """Of keys and values that are seen, two bytes a number (four on a CPU)."""
+        """Return the bytes of unmasked keys and values: two a number, four on a CPU."""
         return int(self.lengths.sum()) * self.kv * self.d * 2 * (4 if jax.default_backend() == "cpu" else 2)
 
 
 def cases(small: bool) -> Iterator[Case]:
-    """Every row of a machine."""
+    """Yield every row; small ones for a CPU."""
     sizes = ((2, 512), (4, 256)) if small else ((1, 131072), (8, 32768), (64, 8192))
     h, kv, d = (4, 2, 32) if small else (32, 8, 128)
     for b, t in sizes:
         for page in (None, 16, 128):
             for ragged in (False, True) if b > 1 else (False,):
-                how = "contiguous" if page is None else f"paged {page}"
-                name = f"{how} {b}×{t}{' ragged' if ragged else ''}"
+                storage = "contiguous" if page is None else f"paged {page}"
+                name = f"{storage} {b}×{t}{' ragged' if ragged else ''}"
                 yield Case(name, b, t, h, kv, d, page, ragged, 0.85 if page is None else 0.80)
 
 
 def arrays(case: Case, dtype: Any) -> tuple[tuple[jax.Array, ...], np.ndarray | None]:
-    """Queries, keys, values; and pages in a random order."""
+    """Return (queries, keys, values), and a table of pages in random order or `None`."""
     page = case.t if case.page is None else case.page
     per = -(-case.t // page)
     keys = jax.random.split(jax.random.key(0), 3)
@@ -92,7 +92,7 @@ def arrays(case: Case, dtype: Any) -> tuple[tuple[jax.Array, ...], np.ndarray | 
 
 
 def measure_row(dtype: Any, rounds: int, case: Case) -> tuple[dict[str, Any], list[record.Line]]:
-    """Bandwidths, the share of that of a plain sum of as many bytes, and what ran."""
+    """Measure a row: bandwidths, our share of a plain sum's bandwidth, and the implementation that ran."""
     (q, k, v), tables = arrays(case, dtype)
     lengths = jnp.asarray(case.lengths)
     plain = jax.random.normal(jax.random.key(1), (case.bytes // 4,), jnp.float32)

@@ -1,9 +1,9 @@
-"""Our engine against `generate` of `transformers`: the same weights, the same prompts, one run.
+"""Our engine compared with `generate` of `transformers`: same weights, same prompts, one process.
 
     python experiments/benchmarks/generate.py            a 9M-parameter Llama, a few minutes on two cores
 
-Greedy tokens have to be the same before anything is timed. Every round has prompts of its own, so that no page is found
-from an earlier one. Results are in `results/generate.json`; `README.md` says how to read them.
+Greedy tokens have to be the same before anything is timed. Every round has new prompts, so that the prefix cache has no
+pages for them. Results are in `results/generate.json`; `README.md` explains them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 import measure
 import numpy as np
 
-TARGET = 1.5  # times the tokens a second of theirs, at batch 8
+TARGET = 1.5  # our tokens a second over theirs, at batch 8
 ROUNDS = 9
 PAGE = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """A Llama's."""
+    """Sizes of a Llama."""
 
     layers: int = 6
     width: int = 320
@@ -39,23 +39,25 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Texts that are asked for at once: of each the length of the prompt and how many tokens it is to get."""
+    """Sequences that are generated at the same time: (prompt length, new tokens) of each."""
 
     name: str
-    texts: tuple[tuple[int, int], ...]
+    sequences: tuple[tuple[int, int], ...]
 
     @property
     def length(self) -> int:
-        return max(prompt + new for prompt, new in self.texts)
+        """Return the length of the longest sequence."""
+        return max(prompt + new for prompt, new in self.sequences)
 
     @property
     def new(self) -> int:
-        return sum(new for _, new in self.texts)
+        """Return the new tokens of all sequences."""
+        return sum(new for _, new in self.sequences)
 
     def prompts(self, n: int, vocab: int) -> list[tuple[int, ...]]:
-        """Those of round `n`."""
+        """Return the random prompts of round `n`."""
         random = np.random.default_rng(n)
-        return [tuple(random.integers(3, vocab, prompt).tolist()) for prompt, _ in self.texts]
+        return [tuple(random.integers(3, vocab, prompt).tolist()) for prompt, _ in self.sequences]
 
 
 CASES = {
@@ -66,7 +68,7 @@ CASES = {
 
 
 class Ours:
-    """An engine whose end id never comes."""
+    """Our engine; it has no end id, so that every sequence gets all its tokens."""
 
     def __init__(self, graphdef: Any, params: Any, case: Case, z: Sizes):
         from jaxscale.infer.cache import Paged
@@ -74,7 +76,7 @@ class Ours:
 
         self.case, self.z = case, z
         cache = Paged(page=PAGE)
-        self.engine = Engine(Cached(graphdef, params, cache=cache, rows=len(case.texts), length=case.length))
+        self.engine = Engine(Cached(graphdef, params, cache=cache, rows=len(case.sequences), length=case.length))
         start = time.perf_counter()
         self.engine.compile()
         self.compile_seconds = time.perf_counter() - start
@@ -86,9 +88,9 @@ class Ours:
         from jaxscale.infer.sampling import Sampling
 
         begin, first = time.perf_counter(), 0.0
-        out: list[list[int]] = [[] for _ in self.case.texts]
+        out: list[list[int]] = [[] for _ in self.case.sequences]
         for i, prompt in enumerate(self.case.prompts(n, self.z.vocab)):
-            self.engine.submit(Request(prompt, Sampling(max_tokens=self.case.texts[i][1], temperature=0.0), i))
+            self.engine.submit(Request(prompt, Sampling(max_tokens=self.case.sequences[i][1], temperature=0.0), i))
         while self.engine.busy:
             for event in self.engine.step():
                 out[event.id].append(event.token)
@@ -97,51 +99,54 @@ class Ours:
         return out
 
     def cache_bytes(self, model: Any) -> int:
-        """Of the pages that the texts take at their ends."""
+        """Return the bytes of the pages that the finished sequences occupy."""
         from jaxscale.infer.cache import Paged, cache_bytes
 
-        pages = sum(-(-(prompt + new) // PAGE) for prompt, new in self.case.texts)
+        pages = sum(-(-(prompt + new) // PAGE) for prompt, new in self.case.sequences)
         return cache_bytes(model, Paged(page=PAGE, pages=pages), 1, 1, PAGE)
 
 
 class Theirs:
-    """`generate` with a cache, greedy; shorter prompts are padded on their left, and all go on to the longest."""
+    """`generate` with a cache, greedy; prompts are padded on the left, all sequences run as long as the longest."""
 
     def __init__(self, model: Any, case: Case, z: Sizes):
         self.model, self.case, self.z = model, case, z
 
     def __call__(self, n: int, new: int | None = None) -> list[list[int]]:
         out = self.generate(n, new).sequences[:, self.longest :]
-        return [row[: self.case.texts[i][1]].tolist() for i, row in enumerate(out)]
+        return [row[: self.case.sequences[i][1]].tolist() for i, row in enumerate(out)]
 
     @property
     def longest(self) -> int:
-        return max(prompt for prompt, _ in self.case.texts)
+        """Return the length of the longest prompt."""
+        return max(prompt for prompt, _ in self.case.sequences)
 
     def generate(self, n: int, new: int | None = None) -> Any:
+        """Return what `transformers` generates for the prompts of round `n`."""
         import torch
 
         prompts = self.case.prompts(n, self.z.vocab)
         ids = torch.tensor([[0] * (self.longest - len(p)) + list(p) for p in prompts])
         mask = torch.tensor([[0] * (self.longest - len(p)) + [1] * len(p) for p in prompts])
-        new = new or max(new for _, new in self.case.texts)
-        how = dict(do_sample=False, max_new_tokens=new, min_new_tokens=new, return_dict_in_generate=True)
+        new = new or max(new for _, new in self.case.sequences)
+        options = dict(do_sample=False, max_new_tokens=new, min_new_tokens=new, return_dict_in_generate=True)
         with torch.inference_mode():
-            return self.model.generate(ids, attention_mask=mask, **how)
+            return self.model.generate(ids, attention_mask=mask, **options)
 
     def first(self, n: int) -> float:
-        """Seconds to the first token."""
+        """Return the seconds to the first token."""
         start = time.perf_counter()
         self.generate(n, 1)
         return time.perf_counter() - start
 
     def cache_bytes(self) -> int:
+        """Return the bytes of the cache after a round."""
         cache = self.generate(0).past_key_values
         return sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
 
 
 def make_theirs(z: Sizes) -> Any:
-    """A Llama of random weights, whose end id is none."""
+    """Return a Llama with random weights and no end id."""
     import torch
     import transformers
 
@@ -157,30 +162,31 @@ def make_theirs(z: Sizes) -> Any:
         bos_token_id=1,
         eos_token_id=None,
         pad_token_id=0,
-        initializer_range=0.05,  # of which greedy choices are clear
+        initializer_range=0.05,  # large enough that greedy choices are unambiguous
         tie_word_embeddings=False,
     )
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
 def same_weights(model: Any) -> tuple[Any, Any]:
-    """Ours, with the values of theirs, through a folder as their users save it."""
+    """Return our model with their weights, which pass through a folder of `save_pretrained`."""
     from jaxscale.convert.pretrained import read_pretrained
     from jaxscale.interop.pretrained import open_pretrained
     from jaxscale.step import describe_model
 
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        found = open_pretrained(Path(folder))
-        return describe_model(found.config)[0], read_pretrained(found, None)
+        pretrained = open_pretrained(Path(folder))
+        return describe_model(pretrained.config)[0], read_pretrained(pretrained, None)
 
 
 def compare(case: Case, z: Sizes, model: Any, graphdef: Any, params: Any, rounds: int) -> dict[str, Any]:
+    """Check that both generate the same tokens, then time them in turns; return a row."""
     from flax import nnx
 
     ours, theirs = Ours(graphdef, params, case, z), Theirs(model, case, z)
     if ours(0) != theirs(0):
-        raise SystemExit(f"{case.name}: the two choose other tokens, so that there is nothing to compare")
+        raise SystemExit(f"{case.name}: the two generate different tokens, so a comparison would mean nothing")
     counters = {"ours": iter(range(1, 10**6)), "theirs": iter(range(1, 10**6))}
     timed = measure.interleaved(
         {"ours": lambda: ours(next(counters["ours"])), "theirs": lambda: theirs(next(counters["theirs"]))},
@@ -192,7 +198,7 @@ def compare(case: Case, z: Sizes, model: Any, graphdef: Any, params: Any, rounds
     speed = {name: case.new / statistics.median(t.wall) for name, t in timed.items()}
     return {
         "name": case.name,
-        "texts": case.texts,
+        "texts": case.sequences,
         "tokens_per_second": speed,
         "speed_ratio": dataclasses.asdict(measure.ratio(timed["theirs"].wall, timed["ours"].wall)),
         "speed_cpu_ratio": dataclasses.asdict(measure.ratio(timed["theirs"].cpu, timed["ours"].cpu)),
@@ -210,7 +216,7 @@ def compare(case: Case, z: Sizes, model: Any, graphdef: Any, params: Any, rounds
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=CASES, action="append", help="these rows alone; nothing is written")
+    parser.add_argument("--only", choices=CASES, action="append", help="only these rows; nothing is written")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"timed rounds of each (default {ROUNDS})")
     args = parser.parse_args()
     import jax
@@ -236,7 +242,7 @@ HEADER = ("row", "ours", "theirs", "ratio", "quartiles", "target", "verdict")
 
 
 def show(result: dict[str, Any]) -> None:
-    """The table."""
+    """Print the table."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -252,7 +258,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The table's cells: speeds as ours over theirs, times and bytes as well."""
+    """Return the cells of the table; every ratio is ours over theirs."""
     out: list[tuple[str, ...]] = []
     spread = lambda r: f"{r['low']:.2f}–{r['high']:.2f}"  # noqa: E731
     for key, row in result["rows"].items():
@@ -267,8 +273,9 @@ def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
         first, r = row["first_token_seconds"], row["first_token_ratio"]
         cells = (f"{first['ours'] * 1e3:,.0f}", f"{first['theirs'] * 1e3:,.0f}", f"{r['median']:.2f}", spread(r))
         out.append(("– first token, ms", *cells, "", ""))
-        kept = row["cache_bytes"]
-        cells = (f"{kept['ours'] / 2**20:.1f}", f"{kept['theirs'] / 2**20:.1f}", f"{kept['ours'] / kept['theirs']:.2f}")
+        cache = row["cache_bytes"]
+        own, other = cache["ours"], cache["theirs"]
+        cells = (f"{own / 2**20:.1f}", f"{other / 2**20:.1f}", f"{own / other:.2f}")
         out.append(("– cache at the end, MiB", *cells, "", "", ""))
     return out
 

@@ -1,12 +1,12 @@
-"""A step of decoding on an accelerator: which share of the memory's bandwidth our engine reaches, weights and cache.
+"""Decode steps on an accelerator: the share of memory bandwidth that our engine reaches in reading weights and cache.
 
     python experiments/benchmarks/generate_share.py               a 1.2B Llama of random weights, bfloat16
-    python experiments/benchmarks/generate_share.py --json FILE   and every row into a file
+    python experiments/benchmarks/generate_share.py --json FILE   the same, and write every row
 
-A step reads every weight once and the keys and values of each text; those bytes over its time are held against the
-read bandwidth of a plain sum, measured between texts of the same row. Only steps in which every text gets a token and
-no prompt is computed are timed: the engine computes prompts in chunks, so texts begin and end one after another. There
-is no target. On a CPU the model is tiny and the figures say nothing of an accelerator.
+A step reads every weight once and the keys and values of each sequence; those bytes over its time are compared with the
+read bandwidth of a plain sum, measured after each round. Only steps in which every sequence gets a token and no prompt
+is prefilled are timed: the engine prefills prompts in chunks, so sequences begin and end one after another. There is no
+target. On a CPU the model is tiny and the figures say nothing about an accelerator.
 """
 
 from __future__ import annotations
@@ -39,79 +39,79 @@ LARGE = Sizes(layers=16, width=2048, heads=32, kv_heads=8, hidden=8192, vocab=12
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """The steps of a round in which every text got a token and no prompt was computed.
+    """The steps of a round in which every sequence got a token and no prompt was prefilled.
 
     Args:
-      seconds: they took together.
-      steps: how many they were, each a token of every text.
-      kept: tokens of all texts together that a step read from the cache, the mean.
-      first, last: seconds until one text had its first token, and until all had.
+      seconds: time of these steps together.
+      steps: number of these steps.
+      cached: tokens of all sequences together that a step read from the cache, the mean.
+      first, last: seconds until one sequence had its first token, and until all had.
     """
 
     seconds: float
     steps: int
-    kept: float
+    cached: float
     first: float
     last: float
 
 
 def decode(engine: Engine, prompts: Sequence[tuple[int, ...]], new: int) -> Decoding:
-    """Generates so many tokens of each prompt, greedily.
+    """Generate `new` tokens for each prompt, greedily, and time the decode steps.
 
     Raises:
-      RuntimeError: the first text ended before the last one began.
+      RuntimeError: the first sequence ended before the last one began.
     """
     count = dict.fromkeys(range(len(prompts)), 0)
     begin = time.perf_counter()
     for i, prompt in enumerate(prompts):
         engine.submit(Request(prompt, Sampling(max_tokens=new, temperature=0.0), i))
-    seconds, steps, kept, first, last = 0.0, 0, 0, 0.0, 0.0
+    seconds, steps, cached, first, last = 0.0, 0, 0, 0.0, 0.0
     before, done = begin, engine.stats.steps
     while engine.busy:
         came = Counter(event.id for event in engine.step())
         now, more = time.perf_counter(), engine.stats.steps - done
-        if all(count.values()) and all(came[i] == more for i in count):  # in a call of several, none ended before them
+        if all(count.values()) and all(came[i] == more for i in count):  # also in a call of several steps
             seconds, steps = seconds + now - before, steps + more
-            given = sum(len(prompt) for prompt in prompts) + sum(count.values())
-            kept += sum(given + len(prompts) * step for step in range(more))
+            length = sum(len(prompt) for prompt in prompts) + sum(count.values())
+            cached += sum(length + len(prompts) * step for step in range(more))
         for i, tokens in came.items():
             count[i] += tokens
         first = first or (now - begin if came else 0.0)
         last = last or (now - begin if all(count.values()) else 0.0)
         before, done = now, done + more
     if not steps:
-        raise RuntimeError(f"no step was of all {len(prompts)} texts: the first ended before the last began")
-    return Decoding(seconds, steps, kept / steps, first, last)
+        raise RuntimeError(f"no step had all {len(prompts)} sequences: the first ended before the last began")
+    return Decoding(seconds, steps, cached / steps, first, last)
 
 
 def measure_row(
     z: Sizes, graphdef: Any, params: Any, prompt: int, new: int, rounds: int, batch: int
 ) -> tuple[dict[str, Any], list[record.Line]]:
-    """Tokens a second of so many texts at once, and the share of the bandwidth that their steps reach."""
+    """Measure tokens a second of `batch` sequences, and the share of the bandwidth that their steps reach."""
     read = jnp.ones((2**26 if jax.default_backend() == "cpu" else 2**32) // 4, jnp.float32)
     total = rivals.several(functools.partial(jax.jit(jnp.sum), read), 1)
     case = Case(f"batch {batch}", ((prompt, new),) * batch)
     ours = Ours(graphdef, params, case, z)
     ours(0)
     total()
-    found, sums = [], []
+    decodings, sums = [], []
     for n in range(1, rounds + 1):
-        found.append(decode(ours.engine, case.prompts(n, z.vocab), new))
+        decodings.append(decode(ours.engine, case.prompts(n, z.vocab), new))
         begin = time.perf_counter()
         total()
         sums.append(time.perf_counter() - begin)
-    steps = [d.seconds / d.steps for d in found]
+    steps = [d.seconds / d.steps for d in decodings]
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     of_token = cache_bytes(nnx.merge(graphdef, params), Contiguous(), 1, 1, 1)
-    kept = statistics.median(d.kept for d in found) * of_token
-    share = measure.ratio([(weights + kept) / read.nbytes * s for s in sums], steps)
+    cached = statistics.median(d.cached for d in decodings) * of_token
+    share = measure.ratio([(weights + cached) / read.nbytes * s for s in sums], steps)
     row = {
         "weights_bytes": weights,
-        "cache_bytes": kept,
+        "cache_bytes": cached,
         "compile_seconds": ours.compile_seconds,
-        "first_token_seconds": statistics.median(d.first for d in found),
-        "all_first_tokens_seconds": statistics.median(d.last for d in found),
-        "timed_steps": statistics.median(d.steps for d in found),
+        "first_token_seconds": statistics.median(d.first for d in decodings),
+        "all_first_tokens_seconds": statistics.median(d.last for d in decodings),
+        "timed_steps": statistics.median(d.steps for d in decodings),
         "timings": {"step": steps, "sum": sums},
     }
     line = record.Line(

@@ -1,7 +1,7 @@
-"""What every benchmark here needs: interleaved timing, processes of their own, the facts of a machine, a JSON file.
+"""Shared parts of all benchmarks: interleaved timing, subprocesses, facts about the machine, JSON result files.
 
-A figure is a median of ratios of neighbours in time: `interleaved` calls its rows in turns, A B then B A, so that
-whatever else the machine does falls on all of them alike. Nothing here imports JAX.
+A ratio is the median over pairs of calls that are adjacent in time: `interleaved` calls its rows in turns, A B then
+B A, so that other load on the machine slows all of them alike. Nothing here imports JAX.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ RESULTS = FOLDER / "results"
 
 @dataclasses.dataclass
 class Timed:
-    """Seconds of every call of a row: on the clock, and of all this process's threads on the processor.
+    """Seconds of every call of a row: wall-clock time, and processor time of all threads of this process.
 
-    The second is the steadier one where other processes share the machine.
+    Processor time varies less where other processes share the machine.
     """
 
     wall: list[float] = dataclasses.field(default_factory=list)
@@ -39,12 +39,12 @@ class Timed:
 
 
 def interleaved(rows: Mapping[str, Callable[[], Any]], rounds: int, *, warmup: int = 2) -> dict[str, Timed]:
-    """Calls all rows in turns and times each call; the i-th entries of all rows are neighbours in time.
+    """Call all rows in turns and time each call; the i-th entries of all rows are adjacent in time.
 
     Args:
       rows: callables that return only when their work is done.
-      rounds: how often each is timed.
-      warmup: untimed calls of each before.
+      rounds: timed calls of each row.
+      warmup: untimed calls of each row before the first timed one.
     """
     names = list(rows)
     for _ in range(warmup):
@@ -62,7 +62,7 @@ def interleaved(rows: Mapping[str, Callable[[], Any]], rounds: int, *, warmup: i
 
 @dataclasses.dataclass(frozen=True)
 class Ratio:
-    """The median of neighbours' ratios, and the quartiles around it."""
+    """Median and quartiles of the ratios of adjacent timings."""
 
     median: float
     low: float
@@ -71,7 +71,7 @@ class Ratio:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """`ours / theirs`, pair by pair (so the noise that a pair shares cancels), then the median."""
+    """Return the median of `ours / theirs`, computed pair by pair so that noise common to a pair cancels."""
     each = [a / b for a, b in zip(ours, theirs, strict=True)]
     low, _, high = statistics.quantiles(each, n=4) if len(each) > 1 else (each[0],) * 3
     return Ratio(statistics.median(each), low, high, len(each))
@@ -79,23 +79,23 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """A process up to the first line of a file it writes: seconds, and its largest resident memory until then."""
+    """Seconds until a process wrote the first line of a file, and its peak resident memory in bytes until then."""
 
     seconds: float
     peak_rss: int | None
 
 
 def first_line(command: Sequence[str], file: Path, *, folder: Path, limit: float = 600.0) -> Start:
-    """Starts `command` and waits for the first line in `file`; then ends it.
+    """Start a command, wait for the first line in a file that it writes, then kill it.
 
     Args:
-      command: what to run; its output is kept for the error only.
-      file: what it will write to.
+      command: program and arguments; its output is used for the error message only.
+      file: the file that it writes.
       folder: its working directory.
       limit: seconds to wait.
 
     Raises:
-      RuntimeError: it ended, or the time did, without a line; says what it printed.
+      RuntimeError: the command ended, or the limit passed, before a line was written; has the last of its output.
     """
     with tempfile.TemporaryFile() as output:
         start = time.perf_counter()
@@ -107,8 +107,8 @@ def first_line(command: Sequence[str], file: Path, *, folder: Path, limit: float
                     return Start(time.perf_counter() - start, _peak_rss(process.pid))
                 if ended or time.perf_counter() - start > limit:
                     output.seek(0)
-                    said = output.read().decode(errors="replace")
-                    raise RuntimeError(f"no first line from {' '.join(command)}:\n{said[-4000:]}")
+                    printed = output.read().decode(errors="replace")
+                    raise RuntimeError(f"no first line from {' '.join(command)}:\n{printed[-4000:]}")
                 time.sleep(0.002)
         finally:
             process.kill()
@@ -116,44 +116,44 @@ def first_line(command: Sequence[str], file: Path, *, folder: Path, limit: float
 
 
 def in_subprocess(script: str | Path, arguments: Sequence[str], *, limit: float | None = None) -> Any:
-    """Runs `python script arguments... --into FILE` and returns the JSON it left there; its output is shown.
+    """Run `python script arguments... --into FILE` and return the JSON in that file; its output is displayed.
 
-    For what a process can do only once, such as choosing its number of devices or running out of memory. What it has
-    left there is taken even if it ends badly afterwards.
+    For what a process can do only once, such as choosing its number of devices or running out of memory. The file is
+    used even if the process fails after writing it.
 
     Args:
-      script: what to run.
-      arguments: its own.
-      limit: seconds after which it is ended.
+      script: path of the script.
+      arguments: its command line, without `--into`.
+      limit: seconds after which it is killed, or `None`.
 
     Raises:
-      RuntimeError: it failed, or was ended, before it left anything.
+      RuntimeError: it failed, or was killed, before it wrote the file.
     """
     with tempfile.TemporaryDirectory() as folder:
         into = Path(folder) / "out.json"
         command = [sys.executable, str(script), *arguments, "--into", str(into)]
         what = f"{Path(script).name} {' '.join(arguments)}"
         try:
-            how = f"failed (exit code {subprocess.run(command, env=environment(), timeout=limit).returncode})"
+            outcome = f"failed (exit code {subprocess.run(command, env=environment(), timeout=limit).returncode})"
         except subprocess.TimeoutExpired:
-            how = f"was ended after {limit:.0f} seconds"
+            outcome = f"was ended after {limit:.0f} seconds"
         if not into.exists():
-            raise RuntimeError(f"{what} {how}")
+            raise RuntimeError(f"{what} {outcome}")
         return json.loads(into.read_text())
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, with the repository importable and no compile cache (first steps compile)."""
+    """Return this process's environment with the repository importable and without a compilation cache."""
     env = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
     return env
 
 
 def facts(device: str) -> dict[str, Any]:
-    """Commit, command, date, machine and versions, as every result file carries them.
+    """Return commit, command, date, machine and versions, which every result file has.
 
     Args:
-      device: JAX's name for it, from the process that measured (this one need not start a backend).
+      device: JAX's name of the device, from the process that measured; this process need not start a backend.
     """
     versions: dict[str, str] = {"python": platform.python_version()}
     for name in ("jax", "jaxlib", "flax", "optax", "torch"):
@@ -175,9 +175,9 @@ def facts(device: str) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The repository's commit, with "-dirty" when tracked files differ.
+    """Return the repository's commit, with "-dirty" when tracked files differ.
 
-    A copy without its history says it in `BENCHMARK_COMMIT`; else it is "uncommitted".
+    In a copy without history: the value of `BENCHMARK_COMMIT`, or "uncommitted" where that is not set.
     """
 
     def git(*arguments: str) -> str | None:
@@ -195,7 +195,7 @@ def commit() -> str:
 
 
 def write(name: str, result: Mapping[str, Any]) -> Path:
-    """Writes `results/<name>.json`."""
+    """Write `results/<name>.json`."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(rounded(result), indent=2) + "\n")
@@ -203,35 +203,35 @@ def write(name: str, result: Mapping[str, Any]) -> Path:
 
 
 def fill(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Writes a table into the folder's README, between `<!-- name -->` and `<!-- end name -->`.
+    """Write a table into the benchmarks' README, between `<!-- name -->` and `<!-- end name -->`.
 
     Raises:
-      ValueError: the README has no such place.
+      ValueError: the README has no such markers.
     """
     put(name, table(header, rows), FOLDER / "README.md")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of Markdown."""
+    """Return a Markdown table."""
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows))
 
 
 def put(name: str, text: str, readme: Path) -> None:
-    """Writes a text into a README, between `<!-- name -->` and `<!-- end name -->`.
+    """Write text into a README, between `<!-- name -->` and `<!-- end name -->`.
 
     Raises:
-      ValueError: the README has no such place.
+      ValueError: the README has no such markers.
     """
     start, end = f"<!-- {name} -->", f"<!-- end {name} -->"
-    above, found, rest = readme.read_text().partition(start)
+    above, marker, rest = readme.read_text().partition(start)
     after = rest.partition(end)[2]
-    if not found or not after:
-        raise ValueError(f"{readme.name} has no place for '{name}': {start} ... {end}")
+    if not marker or not after:
+        raise ValueError(f"{readme.name} has no markers for '{name}': {start} ... {end}")
     readme.write_text("\n".join([above + start, text, end + after]))
 
 
 def rounded(x: Any) -> Any:
-    """`x` with floats to five digits: what a timing holds."""
+    """Return `x` with floats rounded to five significant digits, which is all that a timing is worth."""
     if isinstance(x, float):
         return float(f"{x:.5g}") if math.isfinite(x) else str(x)
     if isinstance(x, Mapping):
@@ -241,15 +241,15 @@ def rounded(x: Any) -> Any:
 
 def _peak_rss(pid: int) -> int | None:
     try:
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+        match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     except OSError:  # not Linux, or it has ended
         return None
-    return int(found[1]) * 1024 if found else None
+    return int(match[1]) * 1024 if match else None
 
 
 def _cpu_name() -> str:
     try:
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+        match = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine()
+        match = None
+    return match[1].strip() if match else platform.processor() or platform.machine()

@@ -1,8 +1,8 @@
 """A decoder-only transformer and its training step in plain JAX: no Flax, no layout, nothing of jaxscale.
 
-What `train_step.py` holds our step against: RMSNorm, rotary positions, SwiGLU, layers stacked and scanned, AdamW and
-global-norm clipping by optax, FSDP and Megatron sharding by a spec per tensor. Written as one would by hand for this
-one model. Run on its own it takes one step, which times a start:
+The step that `train_step.py` compares ours with: RMSNorm, rotary positions, SwiGLU, layers stacked and scanned, AdamW
+and global-norm clipping by optax, FSDP and Megatron sharding by a spec per tensor. Written by hand for this one model.
+As a script it takes one step, so that the time to a first step can be measured:
 
     python experiments/benchmarks/plain_step.py --metrics first.jsonl --mesh 2,2,2
 """
@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Layers, residual width, heads, feed-forward width, ids; rows and tokens of a batch."""
+    """Layers, residual width, heads, feed-forward width, vocabulary; rows of a batch and tokens of a row."""
 
     layers: int = 6
     width: int = 384
@@ -57,7 +57,7 @@ SPECS = {
 
 
 def init(z: Sizes, seed: int = 0) -> dict[str, Any]:
-    """Initial parameters (V E; L E H D; L H D E; L E F; L F E)."""
+    """Return initial parameters (V E; L E H D; L H D E; L E F; L F E)."""
     keys = iter(jax.random.split(jax.random.key(seed), 9))
     e, h, d, f, n = z.width, z.heads, z.width // z.heads, z.hidden, z.layers
 
@@ -84,11 +84,12 @@ def init(z: Sizes, seed: int = 0) -> dict[str, Any]:
 
 
 def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
+    """Return a mesh of these sizes whose sharding GSPMD decides."""
     return jax.make_mesh((data, fsdp, tensor), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 
 def make_loss(mesh: Mesh | None):
-    """`loss(params, batch)`, the mean over weighted tokens; `segment_ids` and `positions` in the batch are used."""
+    """Return `loss(params, batch)`, the weighted mean over tokens; it uses `segment_ids` and `positions` of a batch."""
 
     def pin(x, *spec):
         return x if mesh is None else with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
@@ -119,13 +120,13 @@ def make_loss(mesh: Mesh | None):
             )
             a = jax.nn.dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, mask=mask, is_causal=True)
             x = pin(x + jnp.einsum("bshd,hde->bse", a, w["wo"]), ROWS, None, None)
-            # (B S) E: of a matrix with three dimensions, the derivative by the weight has XLA's CPU backend copy its
-            # inputs transposed, and the step takes half as long again.
+            # (B S) E: with a three-dimensional input, XLA's CPU backend makes transposed copies to compute the weight
+            # gradient, and a step takes 1.5 times as long.
             y = rms_norm(x, w["mlp_norm"]).reshape(-1, x.shape[-1])
             h = pin(jax.nn.silu(y @ w["gate"]) * (y @ w["up"]), ROWS, "tensor")
             return pin(x + (h @ w["down"]).reshape(x.shape), ROWS, None, None), None
 
-        table = pin(params["embed"], "tensor", None)  # whole rows: a lookup in halves would be gathered whole
+        table = pin(params["embed"], "tensor", None)  # rows are not sharded: GSPMD would gather the whole table
         x = pin(table[tokens], ROWS, None, None)
         x, _ = jax.lax.scan(block, x, params["layers"])
         logits = pin(jnp.einsum("bse,ve->bsv", rms_norm(x, params["norm"]), params["head"]), ROWS, None, "tensor")
@@ -136,7 +137,7 @@ def make_loss(mesh: Mesh | None):
 
 
 def make_optimizer(lr: float, steps: int, warmup: int) -> optax.GradientTransformation:
-    """Clipping at 1, AdamW with a linear warm-up and half a cosine; norms do not decay."""
+    """Return clipping at 1, then AdamW with linear warm-up and cosine decay; norms have no weight decay."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, lr, warmup, steps, lr * 0.1)
     decayed = jax.tree.map_with_path(lambda path, _: "norm" not in path[-1].key, SPECS, is_leaf=_is_spec)
     adamw = optax.adamw(schedule, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, mask=decayed)
@@ -144,7 +145,7 @@ def make_optimizer(lr: float, steps: int, warmup: int) -> optax.GradientTransfor
 
 
 def make_step(tx: optax.GradientTransformation, mesh: Mesh | None = None):
-    """Jitted, donating `(params, opt_state, batch) -> (params, opt_state, loss, gradient norm)`."""
+    """Return jitted `(params, opt_state, batch) -> (params, opt_state, loss, gradient norm)`; it donates its state."""
     loss = make_loss(mesh)
 
     def step(params, opt_state, batch):
@@ -165,7 +166,7 @@ def make_step(tx: optax.GradientTransformation, mesh: Mesh | None = None):
 
 
 def shardings(tx: optax.GradientTransformation, mesh: Mesh):
-    """Where parameters and optimizer state live."""
+    """Return the shardings of parameters and optimizer state."""
     params = jax.tree.map(lambda s: NamedSharding(mesh, s), SPECS, is_leaf=_is_spec)
     state = jax.eval_shape(lambda: tx.init(init(Sizes(layers=1, width=2, heads=1, hidden=2, vocab=2))))
     whole = NamedSharding(mesh, P())
@@ -177,9 +178,9 @@ def _is_spec(x: Any) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="One training step from nothing; leaves a line of JSON.")
-    parser.add_argument("--metrics", required=True, help="file for the line")
-    parser.add_argument("--mesh", help="data,fsdp,tensor, on simulated devices; one device when left out")
+    parser = argparse.ArgumentParser(description="One training step from random weights; writes a line of JSON.")
+    parser.add_argument("--metrics", required=True, help="file for the line of JSON")
+    parser.add_argument("--mesh", help="sizes of data,fsdp,tensor on simulated devices (default: one device)")
     for field in dataclasses.fields(Sizes):
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
     args = parser.parse_args()

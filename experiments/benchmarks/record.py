@@ -1,6 +1,6 @@
-"""The one form of a row, its verdict, and a result file that is whole after every one of them.
+"""Rows of the accelerator benchmarks, their verdicts, and a result file that is complete after every row.
 
-Benchmarks of kernels and of steps on an accelerator give their rows as `Line`s; `run_all.py` puts them into one table.
+Benchmarks of kernels and of training steps return their rows as `Line`s; `run_all.py` puts them into one table.
 Nothing here imports JAX.
 """
 
@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import measure
 
 JUDGED = ("H100", "H200")
-"""The kinds of devices that targets are for: stated for an H200, and as shares, so that they hold on an H100 too."""
+"""Devices that targets apply to: they were set for an H200, as shares, so that they hold for an H100 too."""
 
 BROKEN = ("CUDA_ERROR", "illegal memory access", "launch failure", "device-side assert")
-"""What an error says after which a process gets nothing more out of its GPU."""
+"""Words of errors after which a process cannot use its GPU any more."""
 
 LATE, LOST = "no time left", "its process ended or hung"
 
@@ -29,21 +29,21 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line of the table that all benchmarks of kernels share.
+    """A line of the table that all accelerator benchmarks share.
 
     Args:
-      what: was measured.
+      what: what was measured.
       runs: the implementation that ran as "ours".
       unit: of `ours` and `others`: "TFLOP/s", "GB/s", "ms", "tokens/s".
       ours: the median.
-      others: what it is held against, by name, where it could be had.
-      refused: by name, why not.
+      others: name to median of each implementation that ours is compared with.
+      refused: name to reason of each implementation that did not run.
       ratio: ours over `against`, above 1 where ours is better, or `None`.
-      against: one of `others`, or "matmul" or "copy": a share of what the same run had of those.
-      target: the least ratio that is asked for, or `None`.
-      floor: what is still bearable below it, or `None`.
-      verdict: see `judge`; or why there is no figure.
-      matmul: TFLOP/s of a square product in the same turns, or `None`.
+      against: a name in `others`, or "matmul" or "copy", measured in the same run.
+      target: the smallest acceptable ratio, or `None`.
+      floor: a smaller ratio that is reported as "above the floor", or `None`.
+      verdict: of `judge`; or why there is no figure.
+      matmul: TFLOP/s of a square matrix product in the same turns, or `None`.
       copy: GB/s of a copy (read and written) or of a sum (read) in the same turns, or `None`.
     """
 
@@ -63,7 +63,7 @@ class Line:
 
 
 def judge(ratio: Mapping[str, Any] | None, target: float | None, floor: float | None, device: str) -> str:
-    """ "met", "above the floor", "missed", "not measured"; "" where nothing is asked of this device."""
+    """Return "met", "above the floor", "missed" or "not measured"; "" where no target applies to this device."""
     if target is None or not any(name in device for name in JUDGED):
         return ""
     if ratio is None:
@@ -77,7 +77,7 @@ HEADER = ("what", "runs", "ours", "others", "machine", "ratio", "target", "verdi
 
 
 def cells(line: Mapping[str, Any]) -> tuple[str, ...]:
-    """A `Line`, as a dict, as the cells below `HEADER`."""
+    """Return the cells of a `Line`, which is a dict here, in the order of `HEADER`."""
     others = [f"{name} {float(v):.4g}" for name, v in line["others"].items()]  # a file has "nan" and "inf" as words
     others += [f"{name} –" for name in line["refused"]]
     machine = [f"matmul {float(line['matmul']):.3g} TF/s"] if line["matmul"] else []
@@ -100,28 +100,28 @@ def cells(line: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """The options of a benchmark that writes `Results`."""
-    parser.add_argument("--json", type=Path, help="write every row there as soon as it is measured")
-    parser.add_argument("--only", help="rows whose name holds this")
-    parser.add_argument("--rounds", type=int, default=30, help="timings of each (default %(default)s)")
-    parser.add_argument("--seconds", type=float, help="begin no row later than this")
-    parser.add_argument("--resume", action="store_true", help="leave out the rows that the file of --json has")
+    """Add the command-line options of a benchmark that writes `Results`."""
+    parser.add_argument("--json", type=Path, help="write every row to this file as soon as it is measured")
+    parser.add_argument("--only", help="rows whose name contains this")
+    parser.add_argument("--rounds", type=int, default=30, help="timed calls of each (default %(default)s)")
+    parser.add_argument("--seconds", type=float, help="start no row after this many seconds")
+    parser.add_argument("--resume", action="store_true", help="skip the rows that the --json file already has")
 
 
 class Results:
-    """Rows that are printed and written as they come, whatever becomes of the next one.
+    """Rows that are printed and written one by one, so that a failure later loses none of them.
 
-    The file holds the facts, "rows" (each with its "lines"), and under "running" the row that is being measured: where
-    a process ended without it, `resume` records that row as lost and goes on behind it.
+    The file has the facts, "rows" (each with its "lines"), and under "running" the row that is being measured: where
+    the process ended during that row, `--resume` records it as lost and continues after it.
 
     Args:
-      name: of the benchmark.
-      device: JAX's name for it.
+      name: name of the benchmark.
+      device: JAX's name of the device.
       args: parsed `options`.
-      **extra: what else the file is to say.
+      **extra: further entries of the file.
 
     Raises:
-      SystemExit: the file of --resume is not of this benchmark and device.
+      SystemExit: an option is wrong, or the file of --resume is of another benchmark, device or commit.
     """
 
     def __init__(self, name: str, device: str, args: argparse.Namespace, **extra: Any):
@@ -137,15 +137,15 @@ class Results:
         if args.rounds < 1:
             raise SystemExit(f"--rounds {args.rounds}: at least 1")
         if args.json is not None and not args.json.parent.is_dir():
-            raise SystemExit(f"--json {args.json}: there is no folder {args.json.parent}")
+            raise SystemExit(f"--json {args.json}: the folder {args.json.parent} does not exist")
         if args.resume and args.json is None:
-            raise SystemExit("--resume goes on with the file of --json FILE; give that too")
+            raise SystemExit("--resume continues the file of --json FILE; add --json FILE")
         if args.resume and args.json.exists():
             before = read(args.json)
             of = {n: before.get(n) for n in ("benchmark", "device", "commit")}
             if of != (here := {n: self.content[n] for n in of}):
-                said = " and ".join(f"{n} is {of[n]}, here {here[n]}" for n in of if of[n] != here[n])
-                raise SystemExit(f"{args.json} is not to be gone on with: {said}")
+                differences = " and ".join(f"{n} is {of[n]}, here {here[n]}" for n in of if of[n] != here[n])
+                raise SystemExit(f"--resume cannot continue {args.json}: {differences}")
             self.content["rows"] = before["rows"]
             if before["running"]:
                 self._keep(before["running"], {"problem": LOST})
@@ -157,21 +157,22 @@ class Results:
         *,
         own_process: bool = False,
     ) -> None:
-        """Measures the cases that are wanted, most valuable first; one that raises is recorded, and the next follows.
+        """Measure the cases that --only selects, in order; record one that raises, and continue with the next.
 
         Args:
-          cases: names, which tell them apart, and what `run` is given.
-          run: gives what is to be kept of a row, and its lines.
-          own_process: `run` measures in another process, so none after it suffers; and `finish` is left to the caller.
+          cases: pairs of a unique name and the argument of `run`.
+          run: returns the record of a row, and its lines.
+          own_process: `run` measures in another process, which cannot break the GPU for later rows; and the caller
+            calls `finish`.
 
         Raises:
-          SystemExit: no name holds what --only says; or a row broke the GPU's context, and those after it need another
+          SystemExit: --only selects no case; or a row broke the GPU's context, and the rows after it need another
             process (`--resume`).
         """
-        wanted = [(name, case) for name, case in cases if (self.args.only or "") in name]
-        if not wanted:
-            raise SystemExit(f"no row's name holds '{self.args.only}'")
-        for name, case in wanted:
+        selected = [(name, case) for name, case in cases if (self.args.only or "") in name]
+        if not selected:
+            raise SystemExit(f"--only: no row's name contains '{self.args.only}'")
+        for name, case in selected:
             if self.content["rows"].get(name, {"problem": LATE}).get("problem") != LATE:
                 continue
             if self.args.seconds is not None and time.monotonic() - self.start > self.args.seconds:
@@ -185,20 +186,20 @@ class Results:
             except KeyboardInterrupt:
                 self.content["running"] = None
                 self._write()
-                kept = f"; {self.args.json} has the rows before it, and --resume goes on" if self.args.json else ""
-                raise SystemExit(f"interrupted in '{name}'{kept}") from None
-            except Exception as e:  # of a compiler, a driver, a rival: the rows after it are wanted all the same
-                said = f"{type(e).__name__}: {str(e).strip().splitlines()[0][:300] if str(e) else ''}"
-                row, lines, broken = {"problem": said}, (), any(word in str(e) for word in BROKEN)
+                saved = f"; {self.args.json} has the rows before it, and --resume continues" if self.args.json else ""
+                raise SystemExit(f"interrupted in '{name}'{saved}") from None
+            except Exception as e:  # of a compiler, a driver, another library: later rows are still measured
+                problem = f"{type(e).__name__}: {str(e).strip().splitlines()[0][:300] if str(e) else ''}"
+                row, lines, broken = {"problem": problem}, (), any(word in str(e) for word in BROKEN)
             row["took_seconds"] = time.monotonic() - begun
             self._keep(name, row | {"lines": [dataclasses.asdict(line) for line in lines]})
             if broken and not own_process:
-                raise SystemExit(f"{name} broke the GPU's context; --resume goes on behind it")
+                raise SystemExit(f"{name} broke the GPU's context; --resume continues after it")
         if not own_process:
             self.finish()
 
     def finish(self) -> None:
-        """Every row that is wanted is there."""
+        """Record that every selected row was measured."""
         self.content["complete"] = True
         self._write()
 
@@ -213,30 +214,30 @@ class Results:
 
     def _write(self) -> None:
         if self.args.json is not None:
-            whole = self.args.json.with_suffix(".part")  # a reader, or the end of this process, meets a whole file
+            whole = self.args.json.with_suffix(".part")  # readers never see half a file, even if this process is killed
             whole.write_text(json.dumps(measure.rounded(self.content), indent=1) + "\n")
             whole.replace(self.args.json)
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """Of all rows."""
+        """Return the lines of all rows."""
         return [line for row in self.content["rows"].values() for line in row["lines"]]
 
     def show(self) -> None:
-        """The table, and why what was refused was."""
+        """Print the table, and why some implementations did not run."""
         show_lines(f"{self.content['benchmark']} on {self.device}{no_target(self.device)}", self.lines)
 
 
 def no_target(device: str) -> str:
-    """Says that no target is for a device, where none is."""
-    return "" if any(name in device for name in JUDGED) else ", which no target is for"
+    """Return a note that no target applies to a device, or "" where targets do."""
+    return "" if any(name in device for name in JUDGED) else ", for which there are no targets"
 
 
 def read(file: Path) -> Any:
-    """What a file of JSON holds.
+    """Return the content of a JSON file.
 
     Raises:
-      SystemExit: it is missing, or torn, or something else.
+      SystemExit: it is missing, or is not JSON.
     """
     try:
         return json.loads(file.read_text())
@@ -245,7 +246,7 @@ def read(file: Path) -> Any:
 
 
 def show_lines(title: str, lines: Sequence[Mapping[str, Any]], console: Any = None) -> None:
-    """Prints a table of lines, and why what was refused was; to a `rich.console.Console`, or to the terminal."""
+    """Print a table of lines, and why some implementations did not run, to the terminal or to a `rich` console."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table

@@ -1,7 +1,7 @@
-"""What our kernels are held against, where it can be had: torch, its compiled flex_attention, Triton, tokamax.
+"""Implementations that our kernels are compared with, where installed: torch, flex_attention, Triton, tokamax.
 
-Each function gives a call without arguments that starts one computation on the arrays it was made with, or raises with
-the reason why not. `agreeing` collects those that compute what ours does.
+Each function returns a call without arguments that starts one computation on fixed arrays, or raises with the reason
+why it cannot. `agreeing` collects the calls whose results agree with ours.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Call = Callable[[], Any]
 
 
 def agreeing(makers: Mapping[str, Callable[[], Call]], tolerance: float) -> tuple[dict[str, Call], dict[str, str]]:
-    """The calls that can be had and whose results agree with those of "ours", and why the others were left out.
+    """Return the calls whose results agree with those of "ours", and name to reason of the others.
 
     Args:
-      makers: by name, what makes a call; "ours" first.
-      tolerance: of the norm of a difference over that of ours, and nothing is timed beyond it.
+      makers: name to function that makes a call; "ours" first.
+      tolerance: largest norm of a difference over the norm of our result.
 
     Raises:
-      RuntimeError: rivals have other results, and none has ours: ours is not to be timed.
+      RuntimeError: other implementations have results, and none agrees with ours: ours is probably wrong.
     """
     calls: dict[str, Call] = {}
     refused: dict[str, str] = {}
@@ -42,7 +42,7 @@ def agreeing(makers: Mapping[str, Callable[[], Call]], tolerance: float) -> tupl
             call = make()
             got = [_array(leaf) for leaf in jax.tree.leaves(call())]
             apart = max(float(_apart(a, b)) for a, b in zip(want, got, strict=True))
-        except Exception as e:  # a rival refuses with whatever its authors raise
+        except Exception as e:  # other libraries raise any kind of exception
             refused[name] = f"{type(e).__name__}: {str(e).strip().splitlines()[0][:200] if str(e) else ''}"
             continue
         if apart < tolerance:
@@ -51,12 +51,14 @@ def agreeing(makers: Mapping[str, Callable[[], Call]], tolerance: float) -> tupl
             refused[name] = f"its result and ours are {apart:.3g} apart"
             others.append(f"'{name}' by {apart:.3g}")
     if others and not set(calls) - {"ours", "deterministic"}:
-        raise RuntimeError(f"WRONG: nobody's result is ours, which differs from that of {' and '.join(others)}")
+        raise RuntimeError(
+            f"WRONG: no other result agrees with ours, which differs from that of {' and '.join(others)}"
+        )
     return calls, refused
 
 
 def several(call: Call, calls: int) -> Callable[[], None]:
-    """Starts a computation so many times, each while the one before may be under way, and returns when all are done."""
+    """Return a function that starts a computation `calls` times without waiting in between, then waits for the last."""
 
     def run() -> None:
         out = None
@@ -68,7 +70,7 @@ def several(call: Call, calls: int) -> Callable[[], None]:
 
 
 def wait(out: Any) -> None:
-    """Until what was started is done, whoever's it is."""
+    """Wait for the result of JAX or torch."""
     leaves = jax.tree.leaves(out)
     if leaves and not isinstance(leaves[0], jax.Array):
         torch_here().cuda.synchronize()
@@ -93,10 +95,11 @@ def _apart(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def torch_here() -> Any:
-    """torch, where it finds a GPU.
+    """Return the torch module.
 
     Raises:
-      ImportError, RuntimeError: it is not installed, or finds none.
+      ImportError: torch is not installed.
+      RuntimeError: torch finds no GPU.
     """
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
@@ -105,22 +108,24 @@ def torch_here() -> Any:
 
 
 def tensor(x: Any) -> Any:
-    """A copy of an array as torch's, on the GPU."""
+    """Return a copy of an array as a torch tensor on the GPU."""
     return torch_here().from_dlpack(jax.block_until_ready(x)).clone()
 
 
 def torch_softmax(x: jax.Array, g: jax.Array, direction: str) -> Call:
-    """torch's softmax of the last axis."""
+    """Return torch's softmax over the last axis."""
     f = torch_here().nn.functional.softmax
     return _torch_call(functools.partial(f, dim=-1), (x,), g, direction)
 
 
 def torch_attention(arrays: tuple[jax.Array, ...], g: jax.Array, direction: str, causal: bool) -> Call:
-    """torch's scaled dot-product attention, by whichever of its kernels it prefers.
+    """Return torch's scaled dot-product attention, by the kernel that torch chooses.
 
     Args:
-      arrays: (B, S, H, D), (B, S, K, D), (B, S, K, D).
-      g: of the result.
+      arrays: queries (B, S, H, D), keys and values (B, S, K, D).
+      g: cotangent of the result.
+      direction: "forward" or "backward".
+      causal: whether the mask is causal.
     """
     torch = torch_here()
     grouped = arrays[0].shape[2] != arrays[1].shape[2]
@@ -138,14 +143,16 @@ def flex_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Call:
-    """torch's compiled flex_attention with a block mask.
+    """Return torch's compiled flex_attention with a block mask.
 
     Args:
-      arrays: (B, S, H, D), (B, S, K, D), (B, S, K, D).
-      g: of the result.
-      segments: (B, S) ids, or `None`.
-      window: keys that a query sees, itself among them.
-      softcap: of the scores.
+      arrays: queries (B, S, H, D), keys and values (B, S, K, D).
+      g: cotangent of the result.
+      direction: "forward" or "backward".
+      causal: whether the mask is causal.
+      segments: (B, S) segment ids, or `None`.
+      window: number of keys that a query attends to, its own among them; or `None`.
+      softcap: limit of the scores, or `None`.
     """
     torch = torch_here()
     flex = importlib.import_module("torch.nn.attention.flex_attention")
@@ -163,8 +170,8 @@ def flex_attention(
     def capped(score: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:
         return softcap * torch.tanh(score / softcap)
 
-    torch._dynamo.reset()  # else the ninth variant of one function would run uncompiled, without a word
-    torch._functorch.config.donated_buffer = False  # of a graph that is kept for more than one backward pass
+    torch._dynamo.reset()  # else the ninth variant of a function silently runs uncompiled
+    torch._functorch.config.donated_buffer = False  # the graph is used for several backward passes
     masked = causal or window is not None or ids is not None
     mask = flex.create_block_mask(seen, b if ids is not None else None, None, s, s, device="cuda") if masked else None
     f = functools.partial(
@@ -175,7 +182,7 @@ def flex_attention(
 
 
 def _heads_first(f: Callable[..., Any], arrays: tuple[jax.Array, ...], g: jax.Array, direction: str) -> Call:
-    """torch has heads before positions; the copies are made beforehand, so that it reads memory in its own order."""
+    """Call torch with heads before positions; arrays are copied to that order once, before anything is timed."""
     return _torch_call(f, arrays, g, direction, lambda x: x.transpose(1, 2).contiguous())
 
 
@@ -198,7 +205,7 @@ def _torch_call(
 
 
 def torch_loss(x: jax.Array, w: jax.Array, targets: jax.Array, direction: str) -> Call:
-    """torch's cross-entropy of a linear head, compiled."""
+    """Return torch's cross-entropy of a linear head, compiled."""
     torch = torch_here()
     a, b, t = tensor(x), tensor(w), tensor(targets).long()
 
@@ -226,12 +233,12 @@ def torch_loss(x: jax.Array, w: jax.Array, targets: jax.Array, direction: str) -
 
 
 def triton_softmax(x: jax.Array, direction: str) -> Call:
-    """The Triton kernel that JAX ships."""
+    """Return the Triton softmax that JAX ships."""
     _only_gpu()
     if direction == "backward":
         raise NotImplementedError("JAX's Triton softmax has no gradient")
     if x.shape[-1] > 32768:
-        raise NotImplementedError("JAX's Triton softmax holds a row in one block")
+        raise NotImplementedError("JAX's Triton softmax needs a whole row in one block")
     ops = importlib.import_module("jax.experimental.pallas.ops.gpu.softmax")
     return functools.partial(jax.jit(ops.softmax), x)
 
@@ -239,7 +246,7 @@ def triton_softmax(x: jax.Array, direction: str) -> Call:
 def triton_attention(
     arrays: tuple[jax.Array, ...], g: jax.Array, direction: str, *, causal: bool, segments: np.ndarray | None
 ) -> Call:
-    """The Triton flash attention that JAX ships."""
+    """Return the Triton flash attention that JAX ships."""
     _only_gpu()
     if arrays[0].shape[2] != arrays[1].shape[2]:
         raise NotImplementedError("JAX's Triton attention has no grouped heads")
@@ -250,14 +257,14 @@ def triton_attention(
 
 
 def tokamax_attention(arrays: tuple[jax.Array, ...], g: jax.Array, direction: str, **options: Any) -> Call:
-    """tokamax's, by whichever kernel it prefers. Its options are `is_causal`, `mask`, `local_window_size` and more."""
+    """Return tokamax's attention, by the kernel that it chooses; `options` are its own, such as `is_causal`."""
     _only_gpu()
     tokamax = importlib.import_module("tokamax")
     return of_jax(functools.partial(tokamax.dot_product_attention, **options), arrays, g, direction)
 
 
 def tokamax_loss(x: jax.Array, w: jax.Array, targets: jax.Array, direction: str) -> Call:
-    """tokamax's loss of a linear head; `w` is (V, E), and it takes (E, V)."""
+    """Return tokamax's loss of a linear head; `w` is (V, E), and tokamax takes (E, V)."""
     _only_gpu()
     tokamax = importlib.import_module("tokamax")
     f = lambda x, w: tokamax.linear_softmax_cross_entropy_loss(x, targets, w.T, reduction="mean")  # noqa: E731
@@ -267,7 +274,7 @@ def tokamax_loss(x: jax.Array, w: jax.Array, targets: jax.Array, direction: str)
 def of_jax(
     f: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], g: jax.Array, direction: str, *fixed: jax.Array
 ) -> Call:
-    """A call of the forward or of the backward pass alone of a function of JAX, of `arrays` and of what is fixed."""
+    """Return a call of the forward pass alone or the backward pass alone of `f(*arrays, *fixed)`."""
     if direction == "forward":
         return functools.partial(jax.jit(f), *arrays, *fixed)
     pull = jax.jit(lambda fixed, *x: jax.vjp(lambda *x: f(*x, *fixed), *x)[1])(fixed, *arrays)
@@ -276,4 +283,4 @@ def of_jax(
 
 def _only_gpu() -> None:
     if jax.default_backend() != "gpu":
-        raise NotImplementedError("it is for GPUs")
+        raise NotImplementedError("needs a GPU")

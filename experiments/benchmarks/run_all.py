@@ -1,14 +1,14 @@
-"""Every benchmark of an accelerator within a time budget, most valuable first, and one table of them.
+"""Run every accelerator benchmark within a time budget, most valuable first, and print one table.
 
     python experiments/benchmarks/run_all.py --out DIR                 eight minutes of measuring
     python experiments/benchmarks/run_all.py --out DIR --minutes 20 --only attention,softmax
-    python experiments/benchmarks/run_all.py --out DIR --resume        rows that had no time
-    python experiments/benchmarks/run_all.py --out DIR --correctness   no speed: is everything right on this device?
-    python experiments/benchmarks/run_all.py --publish DIR             into results/ and the READMEs' tables
+    python experiments/benchmarks/run_all.py --out DIR --resume        the rows for which there was no time
+    python experiments/benchmarks/run_all.py --out DIR --correctness   check results on this device; measure no speed
+    python experiments/benchmarks/run_all.py --publish DIR             copy into results/ and the READMEs' tables
 
-Each benchmark is a process of its own. A row that hangs or ends its process is recorded as lost, and the benchmark goes
-on behind it; `DIR/results.json` is whole after every row, `DIR/log.txt` has all output, `DIR/table.txt` the table.
-Time that a benchmark leaves over goes to those after it.
+Each benchmark is a process of its own. A row that hangs or ends its process is recorded as lost, and the benchmark
+continues with the next row. `DIR/results.json` is complete after every row, `DIR/log.txt` has all output,
+`DIR/table.txt` the table. Time that a benchmark does not use goes to those after it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Job:
     """A benchmark.
 
     Args:
-      name: of its script.
-      share: of the time, relative to the others'.
-      row_seconds: a row that takes longer hangs.
-      options: more of the script's.
+      name: name of its script, without ".py".
+      share: share of the time, relative to the other benchmarks.
+      row_seconds: a row that takes longer counts as hanging.
+      options: further options of the script.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Job:
     options: tuple[str, ...] = ()
 
     def command(self, into: Path, seconds: float) -> list[str]:
-        """What to run; it writes `into` and begins no row after `seconds`."""
+        """Return the command, which writes `into` and starts no row after `seconds`."""
         script = str(measure.FOLDER / f"{self.name}.py")
         return [sys.executable, script, "--json", str(into), "--seconds", f"{seconds:.0f}", "--resume", *self.options]
 
@@ -72,23 +72,23 @@ JOBS = (
 
 
 class Run:
-    """Runs benchmarks one after another into a folder.
+    """Runs benchmarks one after another and writes their results into a folder.
 
     Args:
       out: the folder.
-      deadline: by `time.monotonic`; nothing runs beyond it.
-      found: of an earlier run, to go on with.
+      deadline: in `time.monotonic` seconds; nothing runs after it.
+      results: benchmark name to results of an earlier run that is continued.
     """
 
-    def __init__(self, out: Path, deadline: float, found: dict[str, dict[str, Any]]):
-        self.out, self.deadline, self.found = out, deadline, found
+    def __init__(self, out: Path, deadline: float, results: dict[str, dict[str, Any]]):
+        self.out, self.deadline, self.results = out, deadline, results
         self.parts = Path(tempfile.mkdtemp(prefix="jaxscale-benchmarks-"))
 
     def job(self, job: Job, seconds: float) -> None:
-        """Runs a benchmark for about so many seconds, again behind every row that ends its process."""
+        """Run a benchmark for about so many seconds; start it again after every row that ends its process."""
         start, part = time.monotonic(), self.parts / f"{job.name}.json"
-        if "device" in self.found.get(job.name, {}):
-            part.write_text(json.dumps(self.found[job.name]))
+        if "device" in self.results.get(job.name, {}):
+            part.write_text(json.dumps(self.results[job.name]))
         problem = record.LATE
         for _ in range(RESTARTS):
             left = min(seconds - (time.monotonic() - start), self.deadline - time.monotonic())
@@ -96,14 +96,14 @@ class Run:
                 break
             problem = self._process(job, part, left)
             self._gather(job.name, part)
-            content = self.found.get(job.name)
+            content = self.results.get(job.name)
             if content is None or content["complete"]:
                 break
         self._end(job.name, problem)
 
     def _end(self, name: str, problem: str) -> None:
-        """Records what a benchmark could not: the row it was at, or that it has none."""
-        content = self.found.setdefault(name, {"rows": {}, "running": None, "complete": False})
+        """Record a problem for the row that a benchmark did not finish, or for the benchmark where it has no rows."""
+        content = self.results.setdefault(name, {"rows": {}, "running": None, "complete": False})
         lost = content["running"] or (None if content["rows"] else name)
         if lost:
             lines = [dataclasses.asdict(record.Line(lost, verdict=problem))]
@@ -113,7 +113,7 @@ class Run:
         self._write()
 
     def _process(self, job: Job, part: Path, seconds: float) -> str:
-        """Until it ends, a row hangs or the deadline is there; what to say of a row that it leaves unfinished."""
+        """Run a benchmark until it ends, a row hangs or time is up; return the problem of an unfinished row."""
         with (self.out / "log.txt").open("a+", errors="replace") as log:
             log.write(f"\n# {job.name}, {seconds:.0f} s\n")
             log.flush()
@@ -143,13 +143,13 @@ class Run:
             return record.LOST if part.exists() else f"did not start: {_last_line(log)}"
 
     def _gather(self, name: str, part: Path) -> None:
-        """Takes over what a benchmark has written since the last time, and says it."""
+        """Copy and print the rows that a benchmark has written since the last call."""
         if not part.exists():
             return
         content = json.loads(part.read_text())
-        known = self.found.get(name, {"rows": {}})["rows"]
-        new = [line for row, kept in content["rows"].items() if known.get(row) != kept for line in kept["lines"]]
-        self.found[name] = content
+        known = self.results.get(name, {"rows": {}})["rows"]
+        new = [line for row, entry in content["rows"].items() if known.get(row) != entry for line in entry["lines"]]
+        self.results[name] = content
         if new:
             self._write()
         for line in new:
@@ -157,7 +157,7 @@ class Run:
 
     def _write(self) -> None:
         whole = self.out / "results.part"
-        whole.write_text(json.dumps(self.found, indent=1) + "\n")
+        whole.write_text(json.dumps(self.results, indent=1) + "\n")
         whole.replace(self.out / "results.json")
 
 
@@ -168,62 +168,62 @@ def _last_line(log: IO[str]) -> str:
 
 
 def run(
-    jobs: Sequence[Job], out: Path, minutes: float, found: dict[str, dict[str, Any]] | None = None
+    jobs: Sequence[Job], out: Path, minutes: float, results: dict[str, dict[str, Any]] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Runs benchmarks within a time, each with its share of what is left; what each has found.
+    """Run benchmarks within a time budget, each with its share of the remaining time; return their results.
 
     Args:
       jobs: most valuable first.
-      out: a folder, which there is.
-      minutes: in all.
-      found: of an earlier run, to go on with.
+      out: an existing folder.
+      minutes: for all of them.
+      results: of an earlier run that is continued.
     """
     begun = time.monotonic()
-    todo, runs = list(jobs), Run(out, begun + 60 * minutes, found or {})
+    todo, runs = list(jobs), Run(out, begun + 60 * minutes, results or {})
     try:
         while todo:
             left = 60 * minutes - (time.monotonic() - begun)
             job = todo.pop(0)
             runs.job(job, left * job.share / (job.share + sum(j.share for j in todo)))
     except KeyboardInterrupt:
-        print(f"interrupted; {out / 'results.json'} has what was measured, and --resume goes on", flush=True)
+        print(f"interrupted; {out / 'results.json'} has what was measured, and --resume continues", flush=True)
     finally:
         shutil.rmtree(runs.parts, ignore_errors=True)
-    return runs.found
+    return runs.results
 
 
 def earlier(out: Path, resume: bool) -> dict[str, dict[str, Any]]:
-    """What a folder holds of an earlier run, to go on with.
+    """Return the results of an earlier run in a folder, to continue with.
 
     Raises:
-      SystemExit: it holds one that is not to be gone on with, or cannot be.
+      SystemExit: the folder has results and `resume` is false, or they are of another commit.
     """
     file = out / "results.json"
     if not file.exists():
         return {}
-    found = record.read(file)
+    results = record.read(file)
     if not resume:
-        raise SystemExit(f"{file} is of a run on {device_of(found)}: --resume goes on with it, or name another folder")
-    commits = {one["commit"] for one in found.values() if "commit" in one} - {measure.commit()}
+        raise SystemExit(f"{file} is of a run on {device_of(results)}: --resume continues it, or choose another folder")
+    commits = {one["commit"] for one in results.values() if "commit" in one} - {measure.commit()}
     if commits:
-        raise SystemExit(f"{file} is of commit {min(commits)}, and this is {measure.commit()}: name another folder")
-    return found
+        raise SystemExit(f"{file} is of commit {min(commits)}, and this is {measure.commit()}: choose another folder")
+    return results
 
 
-def lines_of(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """All lines of all benchmarks."""
-    return [line for one in found.values() for row in one["rows"].values() for line in row["lines"]]
+def lines_of(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return all lines of all benchmarks."""
+    return [line for one in results.values() for row in one["rows"].values() for line in row["lines"]]
 
 
-def device_of(found: dict[str, dict[str, Any]]) -> str:
-    """What was measured on."""
-    return next((one["device"] for one in found.values() if "device" in one), "no device")
+def device_of(results: dict[str, dict[str, Any]]) -> str:
+    """Return the name of the device that was measured."""
+    return next((one["device"] for one in results.values() if "device" in one), "no device")
 
 
-def summary(found: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Of each benchmark how many targets are met, and the ratios that fall furthest short and go furthest beyond."""
+def summary(results: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return for each benchmark how many targets are met, and the worst and the best ratio relative to its target."""
     out = []
-    for name, one in found.items():
+    for name, one in results.items():
         lines = [line for row in one["rows"].values() for line in row["lines"]]
         judged = [line for line in lines if line["ratio"] and line["target"] is not None and line["verdict"]]
         of = {v: sum(line["verdict"] == v for line in lines) for v in ("met", "above the floor", "missed")}
@@ -237,73 +237,73 @@ def summary(found: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _short(line: dict[str, Any]) -> str:
-    return f"{line['ratio']['median']:.3g} of {line['against']}, asked {line['target']:.3g} ({line['what']})"
+    return f"{line['ratio']['median']:.3g} of {line['against']}, target {line['target']:.3g} ({line['what']})"
 
 
 SUMMARY = ("benchmark", "met", "above the floor", "missed", "no figure", "furthest behind", "furthest ahead")
 
 
-def show(found: dict[str, dict[str, Any]], out: Path) -> None:
-    """Prints the table and the summary, and writes both."""
+def show(results: dict[str, dict[str, Any]], out: Path) -> None:
+    """Print the table and the summary, and write the table to `table.txt`."""
     from rich.console import Console
 
-    device = device_of(found)
+    device = device_of(results)
     title = f"{device}{record.no_target(device)}"
-    record.show_lines(title, lines_of(found))
+    record.show_lines(title, lines_of(results))
     with (out / "table.txt").open("w") as file:
-        record.show_lines(title, lines_of(found), Console(file=file, width=220, highlight=False))
-    for cells in (SUMMARY, *summary(found)):
+        record.show_lines(title, lines_of(results), Console(file=file, width=220, highlight=False))
+    for cells in (SUMMARY, *summary(results)):
         print(" | ".join(cells))
 
 
 def publish(folder: Path) -> None:
-    """Takes a run's results into the repository: results/, and what the READMEs say of each device so far.
+    """Copy a run's results into `results/` and write the READMEs' tables of all devices measured so far.
 
     Raises:
-      SystemExit: there are none in the folder, or they are of a CPU, of several devices, or of no known commit.
+      SystemExit: the folder has no results, or they are of a CPU, of several devices or commits, or of no commit.
     """
     file = folder / "results.json"
     if not file.exists():
-        raise SystemExit(f"{file}: there are no results; run_all.py --out {folder} makes them")
-    found = record.read(file)
-    device = device_of(found)
+        raise SystemExit(f"{file} does not exist; run_all.py --out {folder} makes it")
+    results = record.read(file)
+    device = device_of(results)
     if not any(name in device for name in record.JUDGED):
-        raise SystemExit(f"{file}: it is of {device}; what is published is of {' or '.join(record.JUDGED)}")
+        raise SystemExit(f"{file} is of {device}; only results of {' or '.join(record.JUDGED)} are published")
     for what in ("device", "commit"):
-        if len(several := {one[what] for one in found.values() if what in one}) > 1:
-            raise SystemExit(f"{file}: its benchmarks are of more than one {what}: {', '.join(sorted(several))}")
-    if "uncommitted" in {one.get("commit") for one in found.values()}:
-        raise SystemExit(f"{file}: it does not say of which commit it is; run with BENCHMARK_COMMIT set to that")
+        if len(several := {one[what] for one in results.values() if what in one}) > 1:
+            raise SystemExit(f"{file} has results of more than one {what}: {', '.join(sorted(several))}")
+    if "uncommitted" in {one.get("commit") for one in results.values()}:
+        raise SystemExit(f"{file} names no commit; set BENCHMARK_COMMIT to the commit and measure again")
     short = next(name for name in record.JUDGED if name in device).lower()
-    written = [measure.write(f"kernels_{short}", found)]
+    written = [measure.write(f"kernels_{short}", results)]
     texts: dict[str, list[str]] = {"README.md": [], "experiments/benchmarks/README.md": []}
     for name in record.JUDGED:
         path = measure.RESULTS / f"kernels_{name.lower()}.json"
-        kept = json.loads(path.read_text()) if path.exists() else {}
-        if not any("device" in one for one in kept.values() if isinstance(one, dict)):
+        results_of_device = json.loads(path.read_text()) if path.exists() else {}
+        if not any("device" in one for one in results_of_device.values() if isinstance(one, dict)):
             continue
-        said = about(kept, path)
-        texts["README.md"] += [said, "", measure.table(SUMMARY, summary(kept)), ""]
-        rows = [record.cells(line) for line in lines_of(kept)]
-        texts["experiments/benchmarks/README.md"] += [said, "", measure.table(record.HEADER, rows), ""]
+        sentence = about(results_of_device, path)
+        texts["README.md"] += [sentence, "", measure.table(SUMMARY, summary(results_of_device)), ""]
+        rows = [record.cells(line) for line in lines_of(results_of_device)]
+        texts["experiments/benchmarks/README.md"] += [sentence, "", measure.table(record.HEADER, rows), ""]
     texts["pallas_kernels/README.md"] = [
-        "What they reach on a GPU, and where they are behind: [`experiments/benchmarks`](../experiments/benchmarks)."
+        "Their speed on a GPU, and where others are faster: [`experiments/benchmarks`](../experiments/benchmarks)."
     ]
     for readme, text in texts.items():
         measure.put("gpu", "\n".join(text).rstrip(), measure.ROOT / readme)
         written.append(measure.ROOT / readme)
-    if any("tflops" in row for row in found.get("train_gpu", {}).get("rows", {}).values()):
+    if any("tflops" in row for row in results.get("train_gpu", {}).get("rows", {}).values()):
         measure.put("gpu steps", "Measured: the rows in the table above.", measure.FOLDER / "README.md")
     print("written to " + ", ".join(str(path.relative_to(measure.ROOT)) for path in written))
 
 
-def about(found: dict[str, dict[str, Any]], path: Path) -> str:
-    """When and where results were measured, and what of the benchmarks has no figure."""
-    one = next(one for one in found.values() if "device" in one)
+def about(results: dict[str, dict[str, Any]], path: Path) -> str:
+    """Return a sentence with date, device and commit of results, and one with the benchmarks that have no figure."""
+    one = next(one for one in results.values() if "device" in one)
     missing = [
         j.name
         for j in JOBS
-        if not any(line["ours"] is not None for line in lines_of({"": found.get(j.name, {"rows": {}})}))
+        if not any(line["ours"] is not None for line in lines_of({"": results.get(j.name, {"rows": {}})}))
     ]
     rest = f" Without a figure: {', '.join(missing)}." if missing else ""
     versions = ", ".join(f"{name} {one['versions'][name]}" for name in ("jax", "torch") if name in one["versions"])
@@ -313,50 +313,50 @@ def about(found: dict[str, dict[str, Any]], path: Path) -> str:
 
 
 def correctness(out: Path, minutes: float) -> int:
-    """The parity table on the device that is here; its exit status."""
+    """Run the parity table on the present device; return its exit status."""
     names = (f"correctness{n}.jsonl" for n in itertools.chain([""], (f"-{i}" for i in itertools.count(2))))
-    file = next(out / name for name in names if not (out / name).exists())  # each run's data are others
+    file = next(out / name for name in names if not (out / name).exists())  # each run has other random data
     command = [sys.executable, "-m", "tests.pallas_kernels.on_device"]
     command += ["--out", str(file.resolve()), "--seconds", f"{60 * minutes:.0f}"]
     process = subprocess.Popen(command, cwd=measure.ROOT, env=measure.environment())
     while True:
         try:
             return process.wait()
-        except KeyboardInterrupt:  # it has been told as well, and ends in a moment
+        except KeyboardInterrupt:  # the child got the same signal and is about to end
             continue
 
 
 def nearest(word: str, words: Sequence[str]) -> str:
-    """Asks whether the nearest of these was meant; "" where none is near."""
+    """Return "; did you mean X?" for the most similar word, or "" where none is similar."""
     close = difflib.get_close_matches(word, words, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, help="the folder for results")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="in all (default %(default)s)")
-    parser.add_argument("--only", help=f"of {', '.join(job.name for job in JOBS)}, with commas")
-    parser.add_argument("--correctness", action="store_true", help="whether it is right, not how fast it is")
-    parser.add_argument("--resume", action="store_true", help="go on with what --out holds")
-    parser.add_argument("--publish", type=Path, metavar="DIR", help="take a run's results into the repository")
+    parser.add_argument("--out", type=Path, help="folder for the results")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="time for all benchmarks (default %(default)s)")
+    parser.add_argument("--only", help=f"comma-separated names: {', '.join(job.name for job in JOBS)}")
+    parser.add_argument("--correctness", action="store_true", help="check results instead of measuring speed")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
+    parser.add_argument("--publish", type=Path, metavar="DIR", help="copy a run's results into the repository")
     args, unread = parser.parse_known_args()
     if unread:
         options = [name for action in parser._actions for name in action.option_strings]
-        parser.error(f"there is no {unread[0]}{nearest(unread[0], options)}")
+        parser.error(f"unknown argument {unread[0]}{nearest(unread[0], options)}")
     if args.publish:
         publish(args.publish)
         return 0
     if args.out is None:
-        parser.error("--out DIR: say where the results go")
+        parser.error("--out DIR is required: the folder for the results")
     names = [job.name for job in JOBS]
     chosen = args.only.split(",") if args.only else names
     if unknown := set(chosen) - set(names):
-        parser.error(f"--only {min(unknown)}: there are {', '.join(names)}{nearest(min(unknown), names)}")
+        parser.error(f"--only {min(unknown)}: the benchmarks are {', '.join(names)}{nearest(min(unknown), names)}")
     if args.correctness and (args.only or args.resume):
-        parser.error("--only and --resume are for benchmarks, and --correctness checks everything anew")
+        parser.error("--correctness checks everything from the start; it does not take --only or --resume")
     if args.minutes <= 0:
-        parser.error(f"--minutes {args.minutes:g}: there has to be some time")
+        parser.error(f"--minutes {args.minutes:g} has to be positive")
     if lacking := [name for name in ("jax", "flax", "optax", "rich") if importlib.util.find_spec(name) is None]:
         parser.error(
             f"{sys.executable} has no {lacking[0]}; make install PYTHON=python3.12 EXTRAS=gpu, then .venv/bin/python"
@@ -367,9 +367,9 @@ def main() -> int:
         parser.error(f"--out {args.out}: {e.strerror}")
     if args.correctness:
         return correctness(args.out, args.minutes)
-    found = run([job for job in JOBS if job.name in chosen], args.out, args.minutes, earlier(args.out, args.resume))
-    show(found, args.out)
-    return 0 if any(line["ours"] is not None for line in lines_of(found)) else 1
+    results = run([job for job in JOBS if job.name in chosen], args.out, args.minutes, earlier(args.out, args.resume))
+    show(results, args.out)
+    return 0 if any(line["ours"] is not None for line in lines_of(results)) else 1
 
 
 if __name__ == "__main__":

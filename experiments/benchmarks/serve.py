@@ -1,11 +1,11 @@
-"""`jaxscale serve` at 1, 8 and 64 clients: tokens a second and time to the first token, beside the engine without HTTP.
+"""`jaxscale serve` with 1, 8 and 64 clients: tokens a second and time to first token, with and without HTTP.
 
     python experiments/benchmarks/serve.py             a few minutes on two cores
     python experiments/benchmarks/serve.py --quick     a smaller model, fewer tokens
 
 Each client streams one request after the other; clients are threads of another process. "Engine alone" gets the same
-texts from a list, as many at once, in this process, with an engine of its own. Both are measured in turns, so that what
-else the machine does falls on both; a ratio is the median over rounds. Weights are random: the work is the same.
+prompts from a list, as many at a time, in this process, with an engine of its own. Both are measured in turns, so that
+other load slows both; a ratio is the median over rounds. Weights are random, which does not change the work.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ CLIENTS = (1, 8, 64)
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What is served and asked for.
+    """Sizes of the model and of the requests.
 
     Args:
-      depth, width: of the model, its vocabulary 256.
-      prompt, tokens: of each text.
-      rows: of the engine.
-      texts: in a round, for each row that is filled.
-      rounds: of each.
+      depth, width: sizes of the model, whose vocabulary is 256.
+      prompt, tokens: prompt tokens and generated tokens of each request.
+      rows: slots of the engine.
+      texts: requests of each client in a round.
+      rounds: timed rounds.
     """
 
     depth: int = 4
@@ -53,7 +53,7 @@ QUICK = Size(depth=2, width=64, tokens=16, rounds=3)
 
 @dataclasses.dataclass(frozen=True)
 class Letters:
-    """A letter for every id, so that every token is text at once."""
+    """A tokenizer with one letter for every id, so that every token is streamed at once."""
 
     name = "letters"
     fingerprint = "letters"
@@ -65,12 +65,12 @@ class Letters:
         raise NotImplementedError
 
     def decode(self, ids: Any) -> str:
-        """A letter each."""
+        """Return one letter for each id."""
         return "".join(chr(97 + int(i) % 26) for i in ids)
 
 
 def prompts(size: Size, count: int, seed: int) -> list[list[int]]:
-    """Random ids."""
+    """Return `count` random prompts."""
     import random
 
     draw = random.Random(seed)
@@ -78,14 +78,15 @@ def prompts(size: Size, count: int, seed: int) -> list[list[int]]:
 
 
 def clients(url: str, number: int, size: Size, seed: int) -> dict[str, Any]:
-    """Asks with so many clients; runs in a process of its own.
+    """Send requests from `number` clients at the same time; runs in a process of its own.
 
     Returns:
-      seconds of all, tokens of all, seconds to the first token of each, and between tokens.
+      "seconds" and "tokens" of all requests, and for each request "first" (seconds to its first token) and "each"
+      (seconds between its tokens).
     """
-    there = urlsplit(url)
+    address = urlsplit(url)
     count = number * size.texts
-    asked = prompts(size, count, seed)
+    requests = prompts(size, count, seed)
     first: list[float] = []
     each: list[float] = []
     places = iter(range(count))
@@ -93,14 +94,14 @@ def clients(url: str, number: int, size: Size, seed: int) -> dict[str, Any]:
     got = [0]
 
     def client() -> None:
-        connection = http.client.HTTPConnection(there.hostname, there.port, timeout=600)
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=600)
         while True:
             with lock:
                 place = next(places, None)
             if place is None:
                 return
             body = {
-                "prompt": asked[place],
+                "prompt": requests[place],
                 "max_tokens": size.tokens,
                 "temperature": 0,
                 "ignore_eos": True,
@@ -160,7 +161,7 @@ def alone(engine: Any, number: int, size: Size, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures, prints, and writes the result."""
+    """Measure, print, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smaller model, fewer tokens")
     parser.add_argument("--asking", nargs=3, metavar=("URL", "CLIENTS", "SEED"), help=argparse.SUPPRESS)
@@ -180,7 +181,7 @@ def main() -> None:
 
 
 def serve_and_ask(size: Size, quick: bool) -> dict[str, Any]:
-    """Every number of clients, in turns with the engine alone."""
+    """Measure every number of clients, in turns with the engine alone."""
     import jax
 
     import jaxscale as js
@@ -202,7 +203,7 @@ def serve_and_ask(size: Size, quick: bool) -> dict[str, Any]:
         return made
 
     served = Served("letters", Letters(), length, 256, lambda text: [], end_ids=frozenset({0}))
-    found: dict[int, dict[str, list[Any]]] = {n: {"served": [], "alone": []} for n in CLIENTS}
+    measured: dict[int, dict[str, list[Any]]] = {n: {"served": [], "alone": []} for n in CLIENTS}
     by_hand = engine()
     with Server(port=0) as server:
         server.open(served, engine())
@@ -215,12 +216,12 @@ def serve_and_ask(size: Size, quick: bool) -> dict[str, Any]:
                 for name in list(ways) if turn % 2 else reversed(list(ways)):
                     one = ways[name]()
                     assert one["tokens"] == number * size.texts * size.tokens, one["tokens"]
-                    if turn:  # the first is to warm up
-                        found[number][name].append(one)
+                    if turn:  # the first turn is a warm-up
+                        measured[number][name].append(one)
         preemptions = server.api().worker.stats.preemptions
     device = f"{jax.devices()[0].device_kind}"
     about = {**measure.facts(device), "size": dataclasses.asdict(size), "preemptions": preemptions}
-    return about | {"clients": {str(n): _summary(rounds) for n, rounds in found.items()}}
+    return about | {"clients": {str(n): _summary(rounds) for n, rounds in measured.items()}}
 
 
 def _process(url: str, number: int, seed: int, quick: bool) -> dict[str, Any]:

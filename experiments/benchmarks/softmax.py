@@ -1,13 +1,13 @@
-"""Softmax, forward and backward, against XLA's, torch's and JAX's Triton kernel, and against the speed of a copy.
+"""Softmax, forward and backward, compared with XLA, torch, JAX's Triton kernel, and the speed of a copy.
 
-    python experiments/benchmarks/softmax.py                      on the device there is; on a GPU a few minutes
-    python experiments/benchmarks/softmax.py --json softmax.json  and every timing into a file
-    python experiments/benchmarks/softmax.py --only 32768         the rows whose name holds a word
+    python experiments/benchmarks/softmax.py                      on the present device; a few minutes on a GPU
+    python experiments/benchmarks/softmax.py --json softmax.json  write every timing to a file
+    python experiments/benchmarks/softmax.py --only 32768         only rows whose name contains a word
 
-Rows differ in their columns and hold the same number of bytes. A round calls a copy, ours and what it is held against
-in turns, so that a clock that drops drops for all of them; a call is several dispatches of arrays far larger than the
-L2 cache, after a buffer that is larger than it has been written. A ratio is the median over rounds of theirs / ours. On
-a CPU sizes are small, "ours" is `jax.nn.softmax` behind our interface, and no target applies.
+Rows differ in the number of columns and have the same number of bytes. A round calls a copy, ours and the others in
+turns, so that a change of the clock frequency affects all of them; a call is several dispatches of arrays far larger
+than the L2 cache, after a buffer larger than the cache has been written. A ratio is the median over rounds of theirs /
+ours. On a CPU sizes are small, "ours" is `jax.nn.softmax` behind our interface, and no target applies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch is to fit beside JAX
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory for torch
 
 import jax
 import jax.numpy as jnp
@@ -33,20 +33,20 @@ from pallas_kernels.dispatch import chosen
 from pallas_kernels.softmax import softmax
 
 COLUMNS = (32768, 4096, 131072, 16384, 1024, 65536, 1048576, 110592, 50304, 262144)
-"""Most telling first."""
+"""Most informative first."""
 
 COPY_SHARE = 0.92
-"""Of the copy's bandwidth, wanted where XLA reads a row once too."""
+"""Target share of the copy's bandwidth, where XLA reads a row only once too."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What is measured where.
+    """Sizes for a kind of device.
 
     Args:
-      array_bytes: of the input.
+      array_bytes: bytes of the input.
       calls: dispatches in a timing.
-      columns: of the rows.
+      columns: numbers of columns, one row of the table each.
     """
 
     array_bytes: int
@@ -58,7 +58,7 @@ MACHINES = {"gpu": Machine(2**30, 4), "tpu": Machine(2**28, 4), "cpu": Machine(2
 
 
 def target(columns: int) -> float:
-    """How many times as fast as XLA: it reads a row once up to 16384 columns and three times beyond."""
+    """Return the target speed relative to XLA, which reads a row once up to 16384 columns and three times beyond."""
     if columns <= 16384:
         return 1.0
     return 1.7 if columns <= 110592 else 1.25
@@ -67,14 +67,14 @@ def target(columns: int) -> float:
 def measure_row(
     machine: Machine, dtype: Any, rounds: int, cool: Callable[[], None], case: tuple[str, int]
 ) -> tuple[dict[str, Any], list[record.Line]]:
-    """Seconds of each, what ran, and the ratios, of one number of columns.
+    """Measure one number of columns: seconds of each call, the implementation that ran, and the ratios.
 
     Args:
       machine: sizes.
-      dtype: of the array.
-      rounds: timings of each.
-      cool: leaves nothing of ours in the L2 cache.
-      case: "forward" or "backward", and the columns.
+      dtype: dtype of the array.
+      rounds: timed calls of each.
+      cool: removes our arrays from the L2 cache.
+      case: "forward" or "backward", and the number of columns.
     """
     direction, columns = case
     rows = max(1, machine.array_bytes // (columns * jnp.dtype(dtype).itemsize))
@@ -88,7 +88,7 @@ def measure_row(
     calls, refused = rivals.agreeing(makers, 0.03)
     calls["copy"] = functools.partial(jax.jit(jnp.negative), x)
     timed = measure.interleaved({n: _timing(c, machine.calls, cool) for n, c in calls.items()}, rounds)
-    # the same cooling precedes each, so it cancels only when it is taken off
+    # every timing includes the same cooling, so its time is subtracted
     cooling = statistics.median(measure.interleaved({"cool": cool}, rounds)["cool"].wall)
     seconds = {n: [max(1e-9, w - cooling) / machine.calls for w in t.wall] for n, t in timed.items()}
     touched = 2 if direction == "forward" else 3
@@ -99,7 +99,7 @@ def measure_row(
         others=speed, refused=refused,
     )  # fmt: skip
     lines = []
-    least = [touched / 2 * c for c in seconds["copy"]]  # moving what has to be moved, at the copy's speed
+    least = [touched / 2 * c for c in seconds["copy"]]  # the necessary bytes at the copy's speed
     for against, theirs, aim in (
         ("xla", seconds.get("xla"), target(columns)),
         ("copy", least, COPY_SHARE if columns <= 16384 else None),
@@ -117,7 +117,7 @@ def _name(case: tuple[str, int]) -> str:
 
 
 def _call(f: Callable[..., Any], x: jax.Array, g: jax.Array, direction: str) -> Callable[[], Any]:
-    """A call of the forward or of the backward pass alone."""
+    """Return a call of the forward pass alone or the backward pass alone."""
     if direction == "forward":
         return functools.partial(jax.jit(f), x)
     pull = jax.jit(lambda x: jax.vjp(f, x)[1])(x)
@@ -137,20 +137,20 @@ def _timing(call: Callable[[], Any], calls: int, cool: Callable[[], None]) -> Ca
 def _what_ran(columns: int, direction: str) -> str:
     op = "softmax" if direction == "forward" else "softmax_backward"
     kind = jax.devices()[0].device_kind
-    found = [c for c in chosen(op) if c.kind == kind and dict(c.case)["columns"] == columns]
-    return found[-1].implementation if found else "?"
+    records = [c for c in chosen(op) if c.kind == kind and dict(c.case)["columns"] == columns]
+    return records[-1].implementation if records else "?"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     record.options(parser)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16 (float32 on a CPU)")
-    parser.add_argument("--columns", type=int, action="append", help="these alone")
+    parser.add_argument("--columns", type=int, action="append", help="only this number of columns; may be repeated")
     args = parser.parse_args()
     device = jax.devices()[0]
     machine = MACHINES.get(device.platform, MACHINES["cpu"])
     dtype = jnp.dtype(args.dtype or ("float32" if device.platform == "cpu" else "bfloat16"))
-    # four times an H200's L2; written, not read, so that no line of it is wanted again
+    # four times the size of an H200's L2 cache
     buffer = jnp.zeros((2**28 if device.platform == "gpu" else 2**20) // 4, jnp.float32)
     wipe = jax.jit(lambda b: b + 1)
     cool = lambda: jax.block_until_ready(wipe(buffer))  # noqa: E731
@@ -162,7 +162,7 @@ def main() -> None:
 
 
 def _order(case: tuple[str, int]) -> int:
-    """Both directions of the most telling columns first."""
+    """Sort key: most informative columns first, both directions of each."""
     return COLUMNS.index(case[1]) if case[1] in COLUMNS else len(COLUMNS)
 
 

@@ -1,8 +1,8 @@
-"""What it takes to train eight small runs: one after another, on parts of the machine at once, and under one `vmap`.
+"""Time to train eight small runs: one after another, on parts of the machine at once, and under one `vmap`.
 
-Four learning rates and two seeds of one Transformer; every runner trains all eight from nothing, compiling included,
-with no program on disk. Processor seconds count all threads of the process: they are the steadier figure where others
-share the machine.
+Four learning rates and two seeds of one Transformer; every runner trains all eight from random weights, compilation
+included, without a compilation cache. Processor seconds count all threads of the process; they vary less where other
+processes share the machine.
 
     python experiments/benchmarks/sweep_runners.py            # about two minutes on two idle cores
 """
@@ -20,11 +20,11 @@ import measure
 
 
 def main() -> None:
-    """Measures, prints the table, writes `results/sweep_runners.json` and the table of the README."""
+    """Measure, print the table, write `results/sweep_runners.json` and the README's table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100, help="of each run")
-    parser.add_argument("--rounds", type=int, default=1, help="how often each runner trains them all")
-    given = parser.parse_args()
+    parser.add_argument("--steps", type=int, default=100, help="training steps of each run")
+    parser.add_argument("--rounds", type=int, default=1, help="how many times each runner trains all eight")
+    args = parser.parse_args()
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
     import jaxscale as js
@@ -36,7 +36,7 @@ def main() -> None:
         model=js.models.Transformer.Config(depth=2, width=32, heads=2, vocab=256),
         data=js.data.synthetic(256, documents=64, length=1024),
         layout=None,
-        steps=given.steps,
+        steps=args.steps,
         batch_size=8,
         seq_len=32,
         eval_batches=2,
@@ -57,19 +57,19 @@ def main() -> None:
         losses[name] = [float(row["eval_loss"]) for row in result.table()]
 
     with tempfile.TemporaryDirectory() as scratch:
-        js.fit(base, steps=1, run=Path(scratch) / "warm", quiet=True)  # imports and the corpus are nobody's
-        for i in range(given.rounds):
+        js.fit(base, steps=1, run=Path(scratch) / "warm", quiet=True)  # imports and the corpus count for no runner
+        for i in range(args.rounds):
             for name in list(runners)[:: -1 if i % 2 else 1]:
                 train(name, Path(scratch) / f"{name}-{i}")
-    for name, found in losses.items():
-        worst = max(abs(a / b - 1) for a, b in zip(found, losses["Here()"], strict=True))
-        assert worst < 1e-3, f"{name} trained other runs than Here(): held-out losses differ by {worst:.2g}"
+    for name, own in losses.items():
+        worst = max(abs(a / b - 1) for a, b in zip(own, losses["Here()"], strict=True))
+        assert worst < 1e-3, f"{name}: held-out losses differ from those of Here() by {worst:.2g}"
     rows: list[dict[str, Any]] = []
     for name, pairs in spent.items():
         wall, cpu = (min(x) for x in zip(*pairs, strict=True))
         of_wall, of_cpu = (min(x) for x in zip(*spent["Here()"], strict=True))
         rows.append({"runner": name, "wall": wall, "cpu": cpu, "wall_ratio": wall / of_wall, "cpu_ratio": cpu / of_cpu})
-    settings = {"steps": given.steps, "rounds": given.rounds, "devices": 2, "runs": 8, "load": os.getloadavg()}
+    settings = {"steps": args.steps, "rounds": args.rounds, "devices": 2, "runs": 8, "load": os.getloadavg()}
     measure.write("sweep_runners", {**measure.facts("cpu"), "settings": settings, "rows": rows, "eval_loss": losses})
     cells = [
         [f"`{r['runner']}`", f"{r['wall']:.1f}", f"{r['cpu']:.1f}", f"{r['wall_ratio']:.2f}", f"{r['cpu_ratio']:.2f}"]

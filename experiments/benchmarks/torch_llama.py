@@ -1,8 +1,8 @@
 """The shape of a `train_gpu.py` case in PyTorch: SDPA, `torch.compile`, fused AdamW, bfloat16. A process of its own.
 
-It starts from the values and the batch that our step left in a folder, where there is one, and gives the first loss and
-gradient norm for comparison. AdamW's moments are bfloat16 as the parameters are; ours have 8 bits. Nothing is
-recomputed. Without a GPU it runs on the processor, to show that it works.
+It starts from the weights and the batch that our step saved in a folder, where that is given, and reports the first
+loss and gradient norm for comparison. AdamW's moments are bfloat16 like the parameters; ours have 8 bits. Nothing is
+recomputed. Without a GPU it runs on the CPU, to test the script.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ PRODUCTS = 10
 
 
 class Block(nn.Module):
+    """Attention and SwiGLU, each with RMSNorm before it and a residual connection."""
+
     def __init__(self, width: int, heads: int, hidden: int, eps: float):
         super().__init__()
         self.heads = heads
@@ -39,6 +41,7 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the residual stream after the block, (B, S, E)."""
         b, s, e = x.shape
         y = self.attn_norm(x)
         q, k, v = (w(y).view(b, s, self.heads, -1).transpose(1, 2) for w in (self.q, self.k, self.v))
@@ -49,7 +52,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Called with tokens and targets, (B, S), gives the mean loss."""
+    """A Llama that returns the mean loss of tokens and targets, (B, S)."""
 
     def __init__(self, z: dict[str, Any], seq: int, eps: float = 1e-5, base: float = 10000.0):
         super().__init__()
@@ -62,6 +65,7 @@ class Llama(nn.Module):
             self.register_buffer(name, torch.tensor(table, dtype=torch.float32), persistent=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy."""
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x, self.cos, self.sin)
@@ -75,7 +79,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def load(model: Llama, folder: Path) -> None:
-    """Our initial values; torch's matrices are (out, in), ours (in, ...) but for the embedding and the head."""
+    """Load our initial weights: torch's matrices are (out, in), ours (in, ...) except embedding and head."""
 
     def tensor(array: np.ndarray) -> Tensor:
         return (
@@ -93,7 +97,7 @@ def load(model: Llama, folder: Path) -> None:
 
 
 class Trainer:
-    """A call takes a step and waits for its loss."""
+    """A model and its optimizer; a call takes a step and waits for its loss."""
 
     def __init__(self, z: dict[str, Any], rows: int, seq: int, values: Path | None, device: str, compiled: bool):
         torch.manual_seed(0)
@@ -129,7 +133,7 @@ class Trainer:
 
 @contextlib.contextmanager
 def attention(name: str) -> Iterator[None]:
-    """SDPA with cuDNN's kernels before its own, which is the faster order on Hopper; or in torch's own order."""
+    """Make SDPA prefer cuDNN's kernels, which are faster on Hopper; or leave the order to torch."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -138,7 +142,7 @@ def attention(name: str) -> Iterator[None]:
 
 
 def measured(args: argparse.Namespace, device: str, order: str, compiled: bool) -> dict[str, Any]:
-    """The step timed in turns with matrix products."""
+    """Time the step in turns with matrix products; return the row."""
     z = json.loads(args.sizes)
     with attention(order):
         start = time.perf_counter()
@@ -185,14 +189,14 @@ def main() -> None:
     parser.add_argument("--sizes", required=True, help="JSON: depth, vocab, width, heads, head_dim, hidden")
     parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--seq", type=int, required=True)
-    parser.add_argument("--values", type=Path, help="our initial values and batch")
+    parser.add_argument("--values", type=Path, help="folder with our initial weights and batch")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--into", type=Path, required=True)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     row: dict[str, Any] = {}
     tried: dict[str, str] = {}
-    # the fastest way first; what it fails with is no reason to have no rival at all
+    # the fastest configuration first; where it fails, a slower one is better than no comparison
     for order, compiled in (("cudnn", True), ("torch's", True), ("torch's", False))[device == "cpu" :]:
         try:
             row = measured(args, device, order, compiled)
@@ -200,12 +204,12 @@ def main() -> None:
         except Exception as e:
             traceback.print_exc()
             tried[f"{order} attention, {'compiled' if compiled else 'eager'}"] = f"{type(e).__name__}: {e}"[:300]
-        with contextlib.suppress(Exception):  # of a GPU that the failure broke
+        with contextlib.suppress(Exception):  # the failure may have broken the GPU's context
             gc.collect()
             if device == "cuda":
                 torch.cuda.empty_cache()
             torch.compiler.reset()
-    row = (row or {"problem": "; ".join(f"{how}: {why}" for how, why in tried.items())}) | {"tried": tried}
+    row = (row or {"problem": "; ".join(f"{config}: {why}" for config, why in tried.items())}) | {"tried": tried}
     args.into.write_text(json.dumps(row))
 
 

@@ -1,4 +1,4 @@
-"""The model and step of `plain_step.py` in eager PyTorch, for scale; nothing imports this where torch is missing."""
+"""The model and step of `plain_step.py` in eager PyTorch, as a further comparison; imported only with torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
+    """Attention and SwiGLU, each with RMSNorm before it and a residual connection."""
+
     def __init__(self, z: Sizes):
         super().__init__()
         self.heads = z.heads
@@ -21,6 +23,7 @@ class Block(nn.Module):
         self.down = nn.Linear(z.hidden, z.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the residual stream after the block, (B, S, E)."""
         b, s, e = x.shape
         y = self.attn_norm(x)
         q, k, v = (w(y).view(b, s, self.heads, -1).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
@@ -31,6 +34,8 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
+    """The decoder-only transformer of `plain_step.py`."""
+
     def __init__(self, z: Sizes):
         super().__init__()
         self.embed = nn.Embedding(z.vocab, z.width)
@@ -42,6 +47,7 @@ class Model(nn.Module):
         self.cos, self.sin = angle.cos(), angle.sin()
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits, (B, S, V)."""
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x, self.cos, self.sin)
@@ -54,16 +60,16 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Trainer:
-    """Called with a batch, takes a step and gives its loss.
+    """A model and its optimizer; a call with a batch takes a step and returns its loss.
 
     Args:
       z: sizes.
-      params: initial values, as `plain_step.init` gives them.
-      rates: learning rate by step.
+      params: initial parameters, in the structure of `plain_step.init`.
+      rates: learning rate of each step.
     """
 
     def __init__(self, z: Sizes, params: dict[str, Any], rates: list[float]):
-        self.model, self.rates, self.taken = Model(z), rates, 0
+        self.model, self.rates, self.count = Model(z), rates, 0
         self.model.load_state_dict(_named(z, params))
         norms = [p for n, p in self.model.named_parameters() if "norm" in n]
         others = [p for n, p in self.model.named_parameters() if "norm" not in n]
@@ -72,7 +78,7 @@ class Trainer:
 
     def __call__(self, batch: dict[str, np.ndarray]) -> float:
         for group in self.optimizer.param_groups:
-            group["lr"] = self.rates[self.taken]
+            group["lr"] = self.rates[self.count]
         tokens, targets = (torch.from_numpy(batch[k]).long() for k in ("tokens", "targets"))
         weights = torch.from_numpy(batch["weights"])
         each = F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten(), reduction="none")
@@ -81,12 +87,12 @@ class Trainer:
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        self.taken += 1
+        self.count += 1
         return loss.item()
 
 
 def _named(z: Sizes, params: dict[str, Any]) -> dict[str, Tensor]:
-    """The values by torch's names; its matrices are (out, in)."""
+    """Return the parameters by torch's names; torch's matrices are (out, in)."""
 
     def tensor(x: Any) -> Tensor:
         return torch.tensor(np.asarray(x))

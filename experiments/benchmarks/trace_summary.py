@@ -1,9 +1,9 @@
-"""What a training step's time goes to, read from a profile that `jax.profiler.trace` left: by kernel, and in groups.
+"""Where the time of a training step goes, by kernel and by group, from a profile of `jax.profiler.trace`.
 
-A device's kernels are events of its streams; on a CPU, of the threads that run a program's operations. Events of one
-line that lie within another (a loop and its body) count for what they do themselves. What a kernel belongs to is read
-from the scopes of the operation it was made for ("runs/0/blocks/0/attn/mix"), which the compiled program's text tells,
-and where the profile does not name the operation (kernels of a CUDA graph), from the kernel's own name.
+A device's kernels are events of its streams; on a CPU, of the threads that run a program's operations. An event that
+encloses others on its line (a loop and its body) counts without their time. The group of a kernel is read from the
+scopes of its operation ("runs/0/blocks/0/attn/mix") in the compiled program's text; where the profile does not name the
+operation (kernels of a CUDA graph), from the kernel's own name.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 TOP = 30
-"""So many kernels are listed."""
+"""Number of kernels that are listed."""
 
 GROUPS: dict[str, tuple[str, str]] = {
-    # group: (what of the scopes, what of the kernel's name) tells it; the first that does
+    # group: (pattern of the scopes, pattern of the kernel's name); the first match wins
     "optimizer": (r"\boptimizer\b|\bgradient_norm\b|\bis_finite\b|\breduce_and\b", r"^blockwise_update"),
     "loss": (r"\bloss\b", r"^cut_cross_entropy"),
     "attention": (r"\battn/mix\b", r"^flash_|fmha|flash"),
@@ -37,9 +37,9 @@ class Event:
     """One execution of a kernel.
 
     Args:
-      kernel: its name.
-      op: the operation of the compiled program that it was made for; "" where that is not known.
-      line: the stream or thread; what lies within another event of one line is part of that.
+      kernel: name of the kernel.
+      op: its operation in the compiled program; "" where that is not known.
+      line: the stream or thread; an event within another event of the same line is a part of it.
       start, duration: ns.
     """
 
@@ -51,28 +51,28 @@ class Event:
 
 
 def summarise(folder: Path, program: str, steps: int) -> dict[str, Any]:
-    """The newest profile in a folder, as `table` has it.
+    """Return the `table` of the newest profile in a folder.
 
     Args:
-      folder: what `jax.profiler.trace` was given.
+      folder: the argument of `jax.profiler.trace`.
       program: text of the compiled step.
-      steps: that were traced.
+      steps: number of traced steps.
 
     Raises:
-      FileNotFoundError: there is no profile.
-      ValueError: it holds no kernels.
+      FileNotFoundError: the folder has no profile.
+      ValueError: the profile has no kernels.
     """
     files = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not files:
         raise FileNotFoundError(f"no profile was written to {folder}")
     events = list(events_of(files[-1]))
     if not events:
-        raise ValueError("the profile holds no kernels; of a GPU they need CUPTI, and leave to read its counters")
+        raise ValueError("the profile has no kernels; on a GPU it needs CUPTI and access to performance counters")
     return table(events, scopes_of(program), steps)
 
 
 def events_of(file: Path) -> Iterator[Event]:
-    """The kernels of a profile: of the first GPU where it has one, else the operations that a CPU's threads ran."""
+    """Yield the kernels of a profile: of the first GPU, or the operations of a CPU's threads where it has no GPU."""
     from jax.profiler import ProfileData
 
     data = ProfileData.from_file(str(file))
@@ -80,7 +80,7 @@ def events_of(file: Path) -> Iterator[Event]:
     gpus = [plane for plane in planes if plane.name.startswith("/device:GPU")]
     for plane in gpus[:1] or planes:
         lines = list(plane.lines)
-        if gpus:  # other lines tell of the same time in other words: modules, operations, scopes
+        if gpus:  # other lines repeat the same time by module, operation and scope
             lines = [line for line in lines if line.name.startswith("Stream")] or lines
         for line in lines:
             for event in line.events:
@@ -90,17 +90,17 @@ def events_of(file: Path) -> Iterator[Event]:
 
 
 def scopes_of(program: str) -> dict[str, str]:
-    """Operations and kernels of a compiled program -> the scopes they were traced in, from its text.
+    """Return operation and kernel names of a compiled program -> the scopes they were traced in, from its text.
 
-    A kernel that XLA makes is named as its operation, other signs for those that C does not take: both are in it.
+    A kernel that XLA makes has the name of its operation, with "_" for characters that C does not allow.
     """
-    found = re.findall(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?op_name=\"([^\"]*)\"", program, re.MULTILINE)
-    scopes = dict(found)
+    names = re.findall(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?op_name=\"([^\"]*)\"", program, re.MULTILINE)
+    scopes = dict(names)
     return {re.sub(r"\W", "_", op): scope for op, scope in scopes.items()} | scopes
 
 
 def group_of(kernel: str, scope: str) -> str:
-    """Which of `GROUPS` a kernel belongs to, or "other"."""
+    """Return the group in `GROUPS` of a kernel, or "other"."""
     for group, (of_scope, of_name) in GROUPS.items():
         if re.search(of_scope, scope) or re.search(of_name, kernel, re.IGNORECASE):
             return group
@@ -108,17 +108,17 @@ def group_of(kernel: str, scope: str) -> str:
 
 
 def table(events: Iterable[Event], scopes: Mapping[str, str], steps: int) -> dict[str, Any]:
-    """Milliseconds a step by group and by kernel.
+    """Return milliseconds per step by group and by kernel.
 
     Args:
-      events: of all steps.
+      events: kernels of all steps.
       scopes: of `scopes_of`.
-      steps: that they are of.
+      steps: number of steps.
 
     Returns:
-      "step_ms" from the first event's start to the last one's end, "groups" (name -> ms a step and share of that; with
-      "idle", when no kernel ran; where streams overlap, shares add up to more than 1), and "kernels": group, kernel,
-      scope, calls a step, ms a step, share, the longest first.
+      "step_ms" from the first event's start to the last one's end, "groups" (name -> ms a step and share of "step_ms";
+      "idle" is time without a kernel; where streams overlap, shares add up to more than 1), and "kernels": group,
+      kernel, scope, calls a step, ms a step, share, the longest first.
     """
     ours = list(events)
     window = max(e.start + e.duration for e in ours) - min(e.start for e in ours)
@@ -145,17 +145,17 @@ def table(events: Iterable[Event], scopes: Mapping[str, str], steps: int) -> dic
 
 
 def _short(scope: str) -> str:
-    """The last parts of a scope, which say what an operation is of."""
+    """Return the last parts of a scope, which name the layer of an operation."""
     return "/".join(scope.split("/")[-4:])
 
 
 def _own_time(events: Sequence[Event]) -> Iterator[tuple[Event, float]]:
-    """Each event, and its time without that of the events within it on its line."""
+    """Yield each event with its own time: without the events within it on the same line."""
     lines: dict[str, list[Event]] = defaultdict(list)
     for event in events:
         lines[event.line].append(event)
     for line in lines.values():
-        open_: list[tuple[Event, list[float]]] = []  # an event, and the durations of what lies within it
+        open_: list[tuple[Event, list[float]]] = []  # an event, and the durations of the events within it
         for event in sorted(line, key=lambda e: (e.start, -e.duration)):
             while open_ and open_[-1][0].start + open_[-1][0].duration <= event.start:
                 closed, within = open_.pop()
@@ -168,7 +168,7 @@ def _own_time(events: Sequence[Event]) -> Iterator[tuple[Event, float]]:
 
 
 def _covered(events: Sequence[Event]) -> float:
-    """Nanoseconds in which at least one event was under way."""
+    """Return the nanoseconds during which at least one event was running."""
     covered, until = 0.0, float("-inf")
     for event in sorted(events, key=lambda e: e.start):
         end = event.start + event.duration

@@ -1,7 +1,7 @@
 """One training step of `train_gpu.py`, in a process of its own: planned, compiled, run, traced.
 
-A step is the toolkit's own: a preset, `TrainConfig`, the memory policy that `jaxscale.plan.choose` takes for the
-device's memory, the program that this choice compiled. On a CPU the same code trains toys.
+The step is the toolkit's own: a preset, `TrainConfig`, the memory policy that `jaxscale.plan.choose` selects for the
+device's memory, and the program that `choose` compiled. On a CPU the same code trains toy models.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ from jaxscale.nn import POLICIES
 from jaxscale.step import NextToken
 
 TIMED_SECONDS = 20.0
-"""What the timed steps of a case may take together; at least three are timed."""
+"""Time for the timed steps of a case together; at least three are timed."""
 TRACED = 3
 PRODUCTS = 10
-"""Matrix products between two steps, together several milliseconds."""
+"""Matrix products between two steps; together they take several milliseconds."""
 TOY_SHRINKS = 16
-"""A toy's rows are so many times shorter."""
+"""Rows of a toy model are this many times shorter."""
 TOY = {"depth": 2, "vocab": 1024, "width": 128, "heads": 2, "kv_heads": 2, "head_dim": 64, "hidden": 256}
 TOY_BYTES = 80 * 2**20
 RESERVED = 2**30
-"""Bytes of the device that are not the step's: the matrix products', the trace's."""
+"""Bytes of the device that the step may not use: they are for the matrix products and the trace."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is trained.
+    """A model and its batch.
 
     Args:
-      preset: a model of `jaxscale.models`.
+      preset: name of a model of `jaxscale.models`.
       seq: tokens of a row.
-      packed: a row is documents of half to one and a half times an eighth of it, kept apart; else one text.
-      rows: of a step, to choose from.
-      depths: layers to choose from, the most that fit.
+      packed: whether a row has several documents, each of half to one and a half times an eighth of the row, with
+        attention within documents; else a row is one document.
+      rows: numbers of batch rows to choose from.
+      depths: numbers of layers to choose from, largest first; the first that fits is used.
       policies: memory policies to choose from; all by default.
     """
 
@@ -75,13 +76,13 @@ CASES = {
 
 
 def config_of(case: Case, depth: int, rows: int, *, toy: bool, xla: bool) -> Any:
-    """The run's settings, as a user writes them.
+    """Return the config of the run, as a user writes it.
 
     Args:
-      case: what is trained.
-      depth, rows: chosen.
-      toy: sizes for a CPU.
-      xla: all ops by XLA and none by our kernels.
+      case: model and batch.
+      depth, rows: number of layers and of batch rows.
+      toy: whether to use sizes for a CPU.
+      xla: whether to use XLA for all ops instead of our kernels.
     """
     import jaxscale as js
     from jaxscale.nn import flash_attention
@@ -111,10 +112,10 @@ def config_of(case: Case, depth: int, rows: int, *, toy: bool, xla: bool) -> Any
 
 
 def planned(case: Case, topology: str, budget: int, *, toy: bool, xla: bool) -> Any:
-    """The settings with the most layers that fit by arithmetic; of the rows, those with which least is made twice.
+    """Return the config with the most layers that fits by the planner's estimate, and with the least recomputation.
 
     Raises:
-      RuntimeError: nothing fits.
+      RuntimeError: no depth, number of rows and memory policy fits.
     """
     from jaxscale.plan import estimate
 
@@ -123,23 +124,23 @@ def planned(case: Case, topology: str, budget: int, *, toy: bool, xla: bool) -> 
         for rows in case.rows:
             config = config_of(case, depth, rows, toy=toy, xla=xla)
             for name in case.policies:
-                found = estimate(
+                plan = estimate(
                     dataclasses.replace(config, model=dataclasses.replace(config.model, memory=name)), topology
                 )
-                if found.device <= budget:
-                    fitting.append((round(found.extra_flops, 2), -rows, config))
+                if plan.device <= budget:
+                    fitting.append((round(plan.extra_flops, 2), -rows, config))
         if fitting:
             return min(fitting, key=lambda f: f[:2])[2]
     raise RuntimeError(f"RESOURCE_EXHAUSTED by arithmetic: nothing of {case} fits {budget:,} bytes")
 
 
 class Step:
-    """The chosen step and the state it carries; a call takes one and waits for its loss.
+    """The compiled step and its training state; a call takes a step and waits for its loss.
 
     Args:
       config: of `config_of`.
-      topology: the device that is here, by the planner's name.
-      budget: bytes that it may take.
+      topology: the planner's name of the present device.
+      budget: bytes that the step may use.
       policies: memory policies to choose from.
     """
 
@@ -174,7 +175,7 @@ class Step:
         self.norms.append(float(metrics["grad_norm"]))
 
     def facts(self) -> dict[str, Any]:
-        """What was chosen and what it was to take."""
+        """Return the chosen sizes, memory policy and ops, and the planned memory."""
         from jaxscale.plan.compile import bytes_of
 
         model, memory = self.config.model, self.choice.program.memory_analysis()
@@ -201,7 +202,7 @@ class Step:
         }
 
     def trains(self) -> bool:
-        """Whether one batch over and over is learned.
+        """Return whether the loss of the one batch, taken again and again, fell.
 
         Raises:
           RuntimeError: a loss is not finite.
@@ -216,7 +217,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """The device that is here: JAX's name, the planner's, bytes that programs may take, whether it gets toys."""
+    """The present device: JAX's name, the planner's name, bytes that programs may use, whether models are toys."""
 
     kind: str
     topology: str
@@ -225,10 +226,10 @@ class Device:
 
     @classmethod
     def here(cls, share: float = 1.0) -> Device:
-        """The first one; `share` of its memory.
+        """Return the first device, with `share` of its memory.
 
         Raises:
-          RuntimeError: an accelerator that `jaxscale.hardware` does not know.
+          RuntimeError: `jaxscale.hardware` does not know the accelerator.
         """
         import jax
 
@@ -245,7 +246,7 @@ class Device:
 
 
 def measured(name: str, device: Device, args: argparse.Namespace) -> dict[str, Any]:
-    """A case: the step timed in turns with matrix products, its memory, its trace."""
+    """Measure a case: the step timed in turns with matrix products, its memory, its trace."""
     from jaxscale.hardware import chip_of
 
     case = CASES[name]
@@ -254,7 +255,7 @@ def measured(name: str, device: Device, args: argparse.Namespace) -> dict[str, A
     row = step.facts() | {"peak_bytes_before_steps": peak_bytes()}
     if args.values is not None:
         save_values(args.values, step)
-    step()  # the first one brings libraries to the device
+    step()  # the first step loads libraries on the device
     start = time.perf_counter()
     step()
     rounds = int(np.clip(TIMED_SECONDS / (time.perf_counter() - start), 3, args.rounds))
@@ -287,12 +288,12 @@ def measured(name: str, device: Device, args: argparse.Namespace) -> dict[str, A
         "grad_norm": step.norms[0],
         "trace": {"problem": "the process ended while it was traced"},
     }
-    args.into.write_text(json.dumps(row))  # a profiler can end a process
+    args.into.write_text(json.dumps(row))  # saved first, since a profiler can kill the process
     return row | {"trace": traced(step)}
 
 
 def long_step(seq: int, device: Device, args: argparse.Namespace) -> dict[str, Any]:
-    """One row of so many tokens through the large model, once, and again where that is quick."""
+    """Train the large model on one row of `seq` tokens, for one step, or up to three where steps are quick."""
     case = dataclasses.replace(CASES["8B 4k"], seq=seq * (TOY_SHRINKS if device.toy else 1), rows=(1,))
     config = config_of(case, case.depths[0], 1, toy=device.toy, xla=args.xla)
     step = Step(config, device.topology, device.budget)
@@ -309,7 +310,7 @@ def long_step(seq: int, device: Device, args: argparse.Namespace) -> dict[str, A
 
 
 def matmuls(size: int) -> tuple[int, Callable[[], None]]:
-    """bfloat16 products of random squares (zeros would draw less power and run faster), and their size."""
+    """Return (size, function that multiplies bfloat16 squares); random, as zeros draw less power and run faster."""
     import jax
     import jax.numpy as jnp
 
@@ -323,20 +324,20 @@ def matmuls(size: int) -> tuple[int, Callable[[], None]]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles."""
+    """Return median and quartiles."""
     low, _, high = statistics.quantiles(values, n=4)
     return {"median": statistics.median(values), "low": low, "high": high}
 
 
 def peak_bytes() -> int | None:
-    """The most that was allocated on the device since this process began; `None` on a CPU."""
+    """Return the most bytes allocated on the device since this process began; `None` on a CPU."""
     import jax
 
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def traced(step: Step) -> dict[str, Any]:
-    """Where the time of a few more steps goes, or why that cannot be told."""
+    """Profile a few more steps and return the summary, or the reason why that failed."""
     import jax
 
     try:
@@ -345,12 +346,12 @@ def traced(step: Step) -> dict[str, Any]:
                 for _ in range(TRACED):
                     step()
             return trace_summary.summarise(Path(folder), step.choice.program.as_text(), TRACED)
-    except Exception as e:  # a profiler without its library or the leave to look is no reason to lose the row
+    except Exception as e:  # the row is worth keeping without a trace
         return {"problem": f"{type(e).__name__}: {e}"[:300]}
 
 
 def save_values(folder: Path, step: Step) -> None:
-    """The initial values and the batch for `torch_llama.py`: a file of 16-bit words or of float32 for each tensor."""
+    """Save the initial weights and the batch for `torch_llama.py`: one file of 16-bit words or float32 a tensor."""
     params = step.state.params
     block = params["runs"][0]["blocks"][0]
     layers = {
@@ -371,10 +372,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--case", required=True, help=f"one of {', '.join(CASES)}, or a number of tokens, or 'device'")
     parser.add_argument("--into", type=Path, required=True)
-    parser.add_argument("--values", type=Path, help="leave the initial values there")
+    parser.add_argument("--values", type=Path, help="folder to save the initial weights and the batch in")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--share", type=float, default=1.0, help="of the device's memory")
-    parser.add_argument("--xla", action="store_true", help="none of our kernels")
+    parser.add_argument("--share", type=float, default=1.0, help="share of the device's memory to use")
+    parser.add_argument("--xla", action="store_true", help="use XLA for all ops instead of our kernels")
     args = parser.parse_args()
     try:
         device = Device.here(args.share)
@@ -384,7 +385,7 @@ def main() -> None:
             row = long_step(int(args.case), device, args)
         else:
             row = measured(args.case, device, args)
-    except Exception as e:  # the parent tells of it, and goes on with the next case
+    except Exception as e:  # the parent reports it, and continues with the next case
         traceback.print_exc()
         row = {"problem": f"{type(e).__name__}: {e}"[:1000]}
     args.into.write_text(json.dumps(row))

@@ -1,24 +1,24 @@
-"""Training steps of a 1.3B and an 8B-shaped Llama on one GPU: speed, share of a matrix product's rate, memory, trace.
+"""Training steps of a 1.3B and an 8B Llama on one GPU: speed, share of a matrix product's rate, memory, trace.
 
-    python experiments/benchmarks/train_gpu.py --json FILE --seconds 520               what fits into ten minutes
-    python experiments/benchmarks/train_gpu.py --json FILE --seconds 520 --resume      the rest, as often as it takes
-    python experiments/benchmarks/train_gpu.py --only "1.3B 4k"                        rows whose name holds it
-    python experiments/benchmarks/train_gpu.py --longest --json FILE --seconds 520     the longest sequence alone
+    python experiments/benchmarks/train_gpu.py --json FILE --seconds 520             rows that fit into ten minutes
+    python experiments/benchmarks/train_gpu.py --json FILE --seconds 520 --resume    the other rows; repeat until done
+    python experiments/benchmarks/train_gpu.py --only "1.3B 4k"                      rows whose name contains it
+    python experiments/benchmarks/train_gpu.py --longest --json FILE --seconds 520   only the longest sequence
 
-Every row is a process of its own with a limit (`train_case.py`, `torch_llama.py`), most valuable first; the file is
-whole after each. None goes on beyond --seconds: a row without time says so, and --resume takes it again. Parameters and
-arithmetic are bfloat16, attention and loss our kernels, the optimizer 8-bit AdamW, the memory policy the one that
-`jaxscale.plan.choose` takes for the card's memory; rows of a step and, where it has to be, layers are those that fit.
-A step takes one batch that lies on the device, and is timed in turns with bfloat16 products of 8192 x 8192 random
-numbers.
+Every row is a process of its own with a time limit (`train_case.py`, `torch_llama.py`), most valuable first; the file
+is complete after each row. No row runs beyond --seconds: a row without time says so, and --resume measures it later.
+Parameters and arithmetic are bfloat16, attention and loss use our kernels, the optimizer is 8-bit AdamW, and the memory
+policy is the one that `jaxscale.plan.choose` selects for the card's memory; the number of batch rows and, where
+necessary, of layers are chosen to fit. A step takes one batch that is already on the device, and is timed in turns with
+bfloat16 products of 8192 x 8192 random numbers.
 
-Model FLOP/s count only what the model asks for: 6 for each weight that multiplies and token, and of attention the
-pairs that a causal mask within documents leaves (`step_flops.model_flops`). Beside them stands PaLM's formula
-(Chowdhery et al. 2022: 6 N + 12 L H Q T a token, the whole square), on which published shares of a data sheet rest.
+Model FLOPs count only what the model needs: 6 for each token and weight that multiplies, and in attention the pairs
+that a causal mask within documents leaves (`step_flops.model_flops`). PaLM's formula is reported beside it (Chowdhery
+et al. 2022: 6 N + 12 L H Q T a token, the whole square), since published MFU values use it, those in `PUBLISHED` too.
 
-`PUBLISHED` are such shares. The target is of the first kind: at 1.3B and 4k, 0.70 of the product's rate in that run.
-Where our kernels fail on the device, the first row is tried once more by XLA alone, and says so in "runs". On a CPU the
-same code trains toys, and no target applies.
+The target counts model FLOPs in the first way: at 1.3B and 4k, 0.70 of the product's rate in that run. Where our
+kernels fail on the device, the first row is tried once more by XLA alone, and says so in "runs". On a CPU the same code
+trains toy models, and no target applies.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import measure
 import record
 
 PUBLISHED = {"MaxText": "51%", "Megatron-LM": "47–48%", "AXLearn": "39%", "TorchTitan": "33–39%"}
-"""Model FLOP/s as a share of an H100's data sheet, by their own counts, mostly of many GPUs."""
+"""MFU on H100s as the projects publish it, by their own counts, mostly for many GPUs."""
 TARGETS = {"1.3B 4k": 0.70}
 ROWS = (
     "1.3B 4k",
@@ -52,14 +52,14 @@ ROWS = (
 LIMIT = {"1.3B 4k torch": 300.0}
 CASE_LIMIT = 240.0
 LEAST = 45.0
-"""Seconds without which no process is begun."""
+"""No process is started with fewer seconds left."""
 ALST = 500_000
-"""Tokens of the longest row of Llama 3 8B on one H100 of 80 GB, weights and optimizer state in host memory too (Bekman
-et al. 2025, ALST)."""
+"""Published tokens of the longest row of Llama 3 8B on one H100 of 80 GB, with weights and optimizer state in host
+memory (Bekman et al. 2025, ALST)."""
 BISECTIONS = 2
 ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94",  # the rest is for libraries and the driver
-    "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "112",  # layer inputs of long rows; by default 64
+    "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "112",  # for offloaded layer inputs of long rows; the default is 64
 }
 
 
@@ -68,13 +68,13 @@ class Late(Exception):
 
 
 class Run:
-    """Runs rows into results.
+    """Measures rows, each in a process of its own, and adds them to the results.
 
     Args:
-      args: of the command.
-      results: of all rows.
-      folder: for the values that torch begins with.
-      toy: there is no accelerator.
+      args: options of the command.
+      results: results of all rows.
+      folder: where our initial weights are saved for torch.
+      toy: whether there is no accelerator, so that models are toys.
     """
 
     def __init__(self, args: argparse.Namespace, results: record.Results, folder: Path, toy: bool):
@@ -82,7 +82,7 @@ class Run:
         self.end = float("inf") if args.seconds is None else time.monotonic() + args.seconds
 
     def each(self, cases: Sequence[tuple[str, Any]], run: Callable[[Any], Any]) -> None:
-        """`Results.each` of rows that are processes; `run` may raise `Late`."""
+        """Call `Results.each` for rows that run in other processes; `run` may raise `Late`."""
 
         def in_time(case: Any) -> tuple[dict[str, Any], Sequence[record.Line]]:
             try:
@@ -93,15 +93,15 @@ class Run:
         self.results.each(cases, in_time, own_process=True)
 
     def row(self, name: str) -> tuple[dict[str, Any], list[record.Line]]:
-        """One of `ROWS`."""
+        """Measure one of `ROWS`."""
         return self.torch(name) if name.endswith("torch") else self.case(name)
 
     def process(self, script: str, arguments: Sequence[str], limit: float) -> dict[str, Any]:
-        """What a script leaves, of at most so many seconds and of those that are left.
+        """Run a script for at most `limit` seconds, and no longer than --seconds allows; return its row.
 
         Raises:
-          Late: too few are left, or they were not enough.
-          RuntimeError: with what it says of its failure.
+          Late: too little time is left, or it was not enough.
+          RuntimeError: the script failed; has its reason.
         """
         left = self.end - time.monotonic()
         if left < LEAST:
@@ -117,18 +117,18 @@ class Run:
         return row
 
     def child(self, case: str, *more: str, limit: float = CASE_LIMIT) -> dict[str, Any]:
-        """A row of `train_case.py`; raises as `process`."""
+        """Run `train_case.py` for a case; raises what `process` raises."""
         return self.process("train_case.py", ["--case", case, "--rounds", str(self.args.rounds), *more], limit)
 
     def case(self, name: str) -> tuple[dict[str, Any], list[record.Line]]:
-        """One of `train_case.CASES`, once more with less memory or without our kernels where it fails."""
+        """Measure one of `train_case.CASES`; where it fails, once more with less memory or without our kernels."""
         more = ["--xla"] if self.args.xla else []
         if name == "1.3B 4k":
             more += ["--values", str(self.folder)]
         try:
             row = self.child(name, *more)
         except RuntimeError as e:
-            if out_of_memory(e) and not planned(e):  # which rows and layers there are would be the same
+            if out_of_memory(e) and not planned(e):  # less memory does not help where the plan did not fit
                 again = ["--share", "0.85"]
             elif name == "1.3B 4k" and not self.args.xla and not planned(e):
                 again = ["--xla"]
@@ -139,6 +139,7 @@ class Run:
         return row, [self.line(name, row)]
 
     def line(self, name: str, row: dict[str, Any]) -> record.Line:
+        """Return the table's line of a measured case."""
         share, target = row["share_of_matmul"]["causal"], TARGETS.get(name)
         what = f"{name}: {row['tokens_per_step']:,} tokens a step, {row['preset']['depth']} layers"
         runs = f"{row['runs']}; memory policy {row['policy']}"
@@ -150,15 +151,15 @@ class Run:
         )  # fmt: skip
 
     def torch(self, name: str) -> tuple[dict[str, Any], list[record.Line]]:
-        """The first row's shape in torch."""
+        """Measure the first row's model in torch, and compare with ours."""
         ours = self.results.content["rows"].get(name.removesuffix(" torch"), {"problem": "it was not measured"})
         if importlib.util.find_spec("torch") is None:
             raise RuntimeError("torch is not installed")
         if "problem" in ours:
-            raise RuntimeError(f"there is no row of ours to hold it against: {ours['problem']}")
+            raise RuntimeError(f"our own row is missing, so there is nothing to compare with: {ours['problem']}")
         arguments = ["--sizes", json.dumps(ours["preset"]), "--rows", str(ours["rows"]), "--seq", str(ours["seq"])]
         arguments += ["--rounds", str(self.args.rounds)]
-        if (self.folder / "tokens.npy").exists():  # not where our row is of an earlier call
+        if (self.folder / "tokens.npy").exists():  # missing where our row was measured by an earlier call
             arguments += ["--values", str(self.folder)]
         row = self.process("torch_llama.py", arguments, LIMIT[name])
         row["loss_apart"] = abs(row["losses"][0] - ours["losses"][0])
@@ -167,16 +168,16 @@ class Run:
         row["same_model"] = same
         a, b = ours["tokens_per_second"], row["tokens_per_second"]
         ratio = {"median": a["median"] / b["median"], "low": a["low"] / b["high"], "high": a["high"] / b["low"]}
-        how = f"torch {'compiled' if row['compiled'] else 'eager'}, {row['attention']} attention"
+        rival = f"torch {'compiled' if row['compiled'] else 'eager'}, {row['attention']} attention"
         what = "1.3B 4k against torch" + ("" if same else ": the same shape, not the same values")
         line = record.Line(
-            what, ours["runs"], "tokens/s", a["median"], others={how: b["median"]}, against=how,
+            what, ours["runs"], "tokens/s", a["median"], others={rival: b["median"]}, against=rival,
             ratio=ratio | {"rounds": len(row["timings"]["step"]["wall"])}, matmul=row["matmul_tflops"],
         )  # fmt: skip
         return row, [line]
 
     def longest(self) -> None:
-        """Doubles the length of one row until it does not fit or time is up, then halves the gap; a row each."""
+        """Double the length of one row until it does not fit or time is up, then bisect; each length is a row."""
         lengths = Search(self.args.start or (1024 if self.toy else 131072))
         last: dict[str, Any] | None = None
         while (n := lengths.next()) is not None and n <= self.args.longest_cap:
@@ -189,17 +190,18 @@ class Run:
             row = self.results.content["rows"][name]
             if "problem" in row and not out_of_memory(row["problem"]):
                 break  # a limit of time, or a failure that says nothing about memory
-            lengths.told("problem" not in row)
+            lengths.record("problem" not in row)
             last = row if "problem" not in row else last
         if lengths.fits:
-            said = f"8B longest: {lengths.fits:,} tokens trained"
-            said += f", {lengths.fails:,} did not fit" if lengths.fails else ", and the search did not end"
-            line = record.Line(said, unit="tokens", ours=lengths.fits, others={"ALST, one H100": ALST})
-            self.results.content["rows"].pop("8B longest", None)  # of an earlier, shorter search
-            self.args.seconds = None  # it takes no time, and a search is mostly ended by it
+            what = f"8B longest: {lengths.fits:,} tokens trained"
+            what += f", {lengths.fails:,} did not fit" if lengths.fails else ", and the search did not end"
+            line = record.Line(what, unit="tokens", ours=lengths.fits, others={"ALST, one H100": ALST})
+            self.results.content["rows"].pop("8B longest", None)  # left by an earlier, shorter search
+            self.args.seconds = None  # this row takes no time, and the search mostly ends because time is up
             self.each([("8B longest", line)], lambda line: ({"fits": lengths.fits, "fails": lengths.fails}, [line]))
 
     def one_length(self, n: int) -> tuple[dict[str, Any], list[record.Line]]:
+        """Measure one row of `n` tokens."""
         row = self.child(str(n), *(["--xla"] if self.args.xla else []), limit=600)
         what = f"8B, one row of {n:,} tokens, {row['preset']['depth']} layers"
         runs = f"{row['runs']}; memory policy {row['policy']}"
@@ -214,7 +216,7 @@ class Search:
         self.start, self.fits, self.fails, self.bisected = start, 0, 0, 0
 
     def next(self) -> int | None:
-        """What to try, or `None` at the end."""
+        """Return the next length to try, or `None` when the search is over."""
         if not self.fits and not self.fails:
             self.at = self.start
         elif not self.fails:
@@ -227,8 +229,8 @@ class Search:
         done = self.at in (self.fits, self.fails) or self.bisected > BISECTIONS or self.at < 128
         return None if done else self.at
 
-    def told(self, fitted: bool) -> None:
-        """How the last one went."""
+    def record(self, fitted: bool) -> None:
+        """Record whether the last length fitted."""
         if fitted:
             self.fits = self.at
         else:
@@ -236,18 +238,18 @@ class Search:
 
 
 def out_of_memory(problem: object) -> bool:
-    """Whether a failure is one of memory, planned or real."""
+    """Return whether a failure is for lack of memory, in the plan or on the device."""
     words = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory")
     return planned(problem) or any(word in str(problem) for word in words)
 
 
 def planned(problem: object) -> bool:
-    """Whether it was seen before anything ran that memory would not do."""
+    """Return whether the plan already showed that memory does not suffice, before anything ran."""
     return any(word in str(problem) for word in ("no memory policy fits", "by arithmetic"))
 
 
 def show_trace(name: str, trace: dict[str, Any]) -> None:
-    """A case's groups of kernels on one line, and its longest ones."""
+    """Print a case's groups of kernels on one line, then its longest kernels."""
     if "problem" in trace:
         print(f"{name}: no trace: {trace['problem']}")
         return
@@ -258,7 +260,7 @@ def show_trace(name: str, trace: dict[str, Any]) -> None:
 
 
 def show(rows: dict[str, Any]) -> None:
-    """What the common table has no place for: rates by both formulas, memory, policy, ops, trace."""
+    """Print what the common table lacks: rates by both formulas, memory, policy, ops, trace."""
     gib = lambda n: "–" if n is None else f"{n / 2**30:.2f}"  # noqa: E731
     for name, row in rows.items():
         if "ops" not in row:
@@ -281,11 +283,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     record.options(parser)
     parser.set_defaults(rounds=20)
-    parser.add_argument("--longest", action="store_true", help="the longest sequence alone")
-    parser.add_argument("--torch", action="store_true", help="the 1.3B model at 4k and its rival alone")
+    parser.add_argument("--longest", action="store_true", help="only the search for the longest sequence")
+    parser.add_argument("--torch", action="store_true", help="only the 1.3B model at 4k, ours and torch's")
     parser.add_argument("--start", type=int, help="the first length that --longest tries (default 131072)")
-    parser.add_argument("--longest-cap", type=int, default=2**21, help="and the last")
-    parser.add_argument("--xla", action="store_true", help="none of our kernels")
+    parser.add_argument(
+        "--longest-cap", type=int, default=2**21, help="the longest that it tries (default %(default)s)"
+    )
+    parser.add_argument("--xla", action="store_true", help="use XLA for all ops instead of our kernels")
     args = parser.parse_args(arguments)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -296,11 +300,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.seconds is not None:
         args.seconds -= time.monotonic() - began
     if device["toy"]:
-        print(f"on {device['kind']}: toys, to show that it works; no target applies")
+        print(f"on {device['kind']}: toy models, to test the script; no target applies")
     results = record.Results("train_gpu", device["kind"], args, published=PUBLISHED, budget=device["budget"])
     names = ROWS[:2] if args.torch else tuple(n for n in ROWS if (args.only or "") in n)
     if not names:
-        raise SystemExit(f"no row's name holds '{args.only}'")
+        raise SystemExit(f"--only: no row's name contains '{args.only}'")
     everything, args.only = not args.torch and len(names) == len(ROWS), None
     with tempfile.TemporaryDirectory(prefix="values-") as folder:
         run = Run(args, results, Path(folder), device["toy"])

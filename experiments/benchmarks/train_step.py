@@ -1,10 +1,10 @@
-"""Our training step against one written by hand in plain JAX: same model, same initial values, same batches.
+"""Our training step compared with one written by hand in plain JAX: same model, initial weights and batches.
 
     python experiments/benchmarks/train_step.py            a 10.8M-parameter model, about ten minutes on two cores
     python experiments/benchmarks/train_step.py --quick    a small one, about two minutes
 
-Losses have to agree before anything is timed. On simulated devices a ratio compares two programs and says nothing of
-scaling. Results are in `results/train_step.json`; `README.md` says how to read them.
+Losses have to agree before anything is timed. On simulated devices a ratio compares two programs and says nothing about
+scaling. Results are in `results/train_step.json`; `README.md` explains them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from plain_step import Sizes
 
 SIZES = {"full": Sizes(), "quick": Sizes(layers=4, width=128, heads=4, hidden=384, seq=128)}
 ROUNDS = {"full": 16, "quick": 40}
-SCHEDULE, WARMUP, LR = 400, 20, 3e-3  # what the learning rate is made for; fewer steps are taken
+SCHEDULE, WARMUP, LR = 400, 20, 3e-3  # steps of the learning-rate schedule; fewer are taken
 CHECKED, TOLERANCE = 5, {"plain": 1e-5, "torch": 1e-4}
 TARGET = 1.03
 
@@ -37,7 +37,7 @@ Batch = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A mesh by its sizes of data, fsdp and tensor, or one device; `segments` keeps attention within documents."""
+    """A mesh by its sizes of data, fsdp and tensor, or one device; with `segments` attention stays within documents."""
 
     name: str
     mesh: tuple[int, int, int] | None = None
@@ -45,11 +45,12 @@ class Case:
 
     @property
     def devices(self) -> int:
+        """Return the number of devices."""
         return 1 if self.mesh is None else int(np.prod(self.mesh))
 
     @property
     def text(self) -> str:
-        """As `Layout` and `--mesh` take it."""
+        """Return the mesh in the notation of `Layout` and `--mesh`."""
         sizes = zip(("data", "fsdp", "tensor"), self.mesh or (1, 1, 1), strict=True)
         return ",".join(f"{axis}={n}" for axis, n in sizes if n > 1) or "data=1"
 
@@ -66,13 +67,13 @@ CASES = {
 
 
 class Step(Protocol):
-    """A step and the state it carries: called with a batch, takes a step and waits for its loss."""
+    """A step and its training state: a call with a batch takes a step, waits for its loss and returns it."""
 
     def __call__(self, batch: Batch) -> float: ...
 
 
 class Ours:
-    """Built as `jaxscale.fit` builds it."""
+    """Our step, built as `jaxscale.fit` builds it."""
 
     def __init__(self, case: Case, z: Sizes):
         import jaxscale as js
@@ -103,14 +104,14 @@ class Ours:
         self.place = _once(batch)
 
     def batches(self, n: int) -> list[Batch]:
-        """The first `n` of the corpus; where documents are kept apart, those with more than one in some row."""
-        told = map(self.loader.batch_at, itertools.count())
+        """Return the first `n` batches; with segment ids, the first `n` that have several documents in some row."""
+        batches = map(self.loader.batch_at, itertools.count())
         if "segment_ids" in self.keys:
-            told = (b for b in told if b["segment_ids"].max() > 1)
-        return [{k: b[k] for k in self.keys} for b in itertools.islice(told, n)]
+            batches = (b for b in batches if b["segment_ids"].max() > 1)
+        return [{k: b[k] for k in self.keys} for b in itertools.islice(batches, n)]
 
     def values(self) -> dict[str, Any]:
-        """A copy of the parameters as `plain_step` has them: its shapes are ours, its names are not."""
+        """Return a copy of the parameters in the structure of `plain_step`: same shapes, other names."""
         import jax
 
         p = jax.tree.map(np.array, self.state.params)
@@ -126,17 +127,18 @@ class Ours:
         return {**ends, "layers": layers}
 
     def compile(self, batch: Batch) -> dict[str, Any]:
+        """Return compile time and temporary bytes; see `_compile`."""
         with self.layout:
             return _compile(self.step, self.state, self.place(batch))
 
     def __call__(self, batch: Batch) -> float:
-        with self.layout:  # entered once a run; entering it is microseconds
+        with self.layout:  # a run enters it once; entering takes microseconds
             self.state, metrics = self.step(self.state, self.place(batch))
         return float(metrics["loss"])
 
 
 class Plain:
-    """`plain_step.py`, with the values it is given."""
+    """The step of `plain_step.py`, with our initial weights."""
 
     def __init__(self, case: Case, z: Sizes, values: dict[str, Any]):
         import jax
@@ -155,6 +157,7 @@ class Plain:
         self.place = _once(rows)
 
     def compile(self, batch: Batch) -> dict[str, Any]:
+        """Return compile time and temporary bytes; see `_compile`."""
         return _compile(self.step, self.params, self.opt_state, self.place(batch))
 
     def __call__(self, batch: Batch) -> float:
@@ -163,7 +166,7 @@ class Plain:
 
 
 def _once(sharding: Any) -> Callable[[Batch], Any]:
-    """Puts a batch on the devices the first time it is met, so that what is timed is the step."""
+    """Return a function that places a batch on the devices once, so that only the step is timed."""
     import jax
 
     placed: dict[int, tuple[Batch, Any]] = {}
@@ -177,7 +180,7 @@ def _once(sharding: Any) -> Callable[[Batch], Any]:
 
 
 def _compile(step: Any, *args: Any) -> dict[str, Any]:
-    """Seconds to trace and compile a jitted step, and the temporary bytes of its program on one device."""
+    """Return the seconds to trace and compile a jitted step, and the temporary bytes of its program on one device."""
     start = time.perf_counter()
     compiled = step.lower(*args).compile()
     seconds = time.perf_counter() - start
@@ -188,7 +191,7 @@ def _compile(step: Any, *args: Any) -> dict[str, Any]:
 
 
 def run_case(case: Case, z: Sizes, rounds: int) -> dict[str, Any]:
-    """Checks that the steps agree, then times them in turns."""
+    """Check that the steps agree, then time them in turns; return a row."""
     import jax
 
     import jaxscale as js
@@ -210,7 +213,7 @@ def run_case(case: Case, z: Sizes, rounds: int) -> dict[str, Any]:
     worst = {name: _furthest(case, name, losses) for name in losses if name != "ours"}
     turn = itertools.count()
     calls = {n: lambda s=s: s(batches[next(turn) % CHECKED]) for n, s in steps.items()}
-    # one opponent at a time: the threads of one library should not be waiting while another is timed
+    # one comparison at a time: idle threads of a third library could slow the two that are timed
     timed = {n: measure.interleaved({"ours": calls["ours"], n: calls[n]}, rounds) for n in steps if n != "ours"}
     speeds = {"ours": timed["plain"]["ours"], **{n: t[n] for n, t in timed.items()}}
     return {
@@ -231,29 +234,29 @@ def _ratio(ours: list[float], theirs: list[float]) -> dict[str, Any]:
 
 
 def _furthest(case: Case, name: str, losses: dict[str, list[float]]) -> float:
-    """The largest relative difference from our losses."""
+    """Return the largest relative difference from our losses; exit where it is beyond the tolerance."""
     apart = max(abs(a - b) / abs(b) for a, b in zip(losses["ours"], losses[name], strict=True))
     if not apart <= TOLERANCE[name]:
-        raise SystemExit(f"{case.name}: not the same step as {name}: {losses['ours']} against {losses[name]}")
+        raise SystemExit(f"{case.name}: our losses {losses['ours']} differ from those of {name}: {losses[name]}")
     return apart
 
 
 def time_starts(case: Case, size: str, rounds: int) -> dict[str, Any]:
-    """From a command to the first step's numbers on disk, each in a fresh process without a compile cache."""
+    """Time from a command to the first step's metrics on disk, in fresh processes without a compilation cache."""
     z = SIZES[size]
     starts: dict[str, list[measure.Start]] = {"ours": [], "plain": []}
     with tempfile.TemporaryDirectory() as folder:
-        for i in range(rounds + 1):  # the first round fills the corpus cache and the disk's, and is dropped
+        for i in range(rounds + 1):  # the first round fills the corpus cache and the disk cache, and is dropped
             for name in ("ours", "plain"):
                 into = Path(folder) / f"{name}-{i}"
                 command, file = _start_ours(case, z, into) if name == "ours" else _start_plain(case, z, into)
                 starts[name].append(measure.first_line(command, file, folder=Path(folder)))
-    kept = {name: s[1:] for name, s in starts.items()}
-    seconds = {name: [s.seconds for s in each] for name, each in kept.items()}
+    timed = {name: s[1:] for name, s in starts.items()}
+    seconds = {name: [s.seconds for s in each] for name, each in timed.items()}
     return {
         "start_seconds": {name: statistics.median(s) for name, s in seconds.items()},
         "start_ratio": {"plain": _ratio(seconds["ours"], seconds["plain"])},
-        "peak_rss": {name: max(s.peak_rss or 0 for s in each) or None for name, each in kept.items()},
+        "peak_rss": {name: max(s.peak_rss or 0 for s in each) or None for name, each in timed.items()},
     }
 
 
@@ -282,7 +285,7 @@ def _start_plain(case: Case, z: Sizes, file: Path) -> tuple[list[str], Path]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a small model; another result file")
-    parser.add_argument("--only", choices=CASES, action="append", help="these rows alone; nothing is written")
+    parser.add_argument("--only", choices=CASES, action="append", help="only these rows; nothing is written")
     parser.add_argument("--rounds", type=int, help="timed steps of each (default 16, quick 40)")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)  # one row, in this process
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
@@ -313,7 +316,7 @@ HEADER = ("row", "ours", "theirs", "ratio", "quartiles", "target", "verdict")
 
 
 def show(result: dict[str, Any]) -> None:
-    """The table."""
+    """Print the table."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -331,7 +334,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The table's cells: speeds with their target, then what else a step costs."""
+    """Return the table's cells: speeds with their target, then memory, compilation and start of a step."""
     out: list[tuple[str, ...]] = []
     for row in result["rows"].values():
         name = row["name"]

@@ -1,4 +1,4 @@
-"""The runner of benchmarks loses no more than the row that ends a process; those here are scripts of a few lines."""
+"""The runner of benchmarks loses only the row that ends a process; the benchmarks here are scripts of a few lines."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run_all(monkeypatch):
 
 
 def ran(run_all, tmp_path, text, *, row_seconds=30.0, minutes=1.0, resume=False):
-    """What the runner finds of a benchmark that is this text."""
+    """Return the results of a benchmark whose script is `text`."""
     (tmp_path / "fake.py").write_text(text)
 
     class Fake(run_all.Job):
@@ -57,71 +57,71 @@ def ran(run_all, tmp_path, text, *, row_seconds=30.0, minutes=1.0, resume=False)
             command = super().command(into, seconds)
             return [command[0], str(tmp_path / "fake.py"), *command[2:]]
 
-    found = run_all.earlier(tmp_path, resume)
-    return run_all.run([Fake("fake", 1.0, row_seconds)], tmp_path, minutes, found)
+    results = run_all.earlier(tmp_path, resume)
+    return run_all.run([Fake("fake", 1.0, row_seconds)], tmp_path, minutes, results)
 
 
 def rows(*names, device="NVIDIA H200"):
     return SCRIPT.format(folder=str(FOLDER), rows=names, device=device)
 
 
-def verdicts(run_all, found):
-    return {line["what"]: line["verdict"] for line in run_all.lines_of(found)}
+def verdicts(run_all, results):
+    return {line["what"]: line["verdict"] for line in run_all.lines_of(results)}
 
 
 @pytest.mark.parametrize("bad", ["crash", "hang"])
 def test_a_row_that_ends_its_process_or_hangs_costs_that_row_alone(run_all, tmp_path, bad):
-    found = ran(run_all, tmp_path, rows("first", bad, "last"), row_seconds=3.0)
-    assert verdicts(run_all, found) == {"first": "met", bad: "its process ended or hung", "last": "met"}
+    results = ran(run_all, tmp_path, rows("first", bad, "last"), row_seconds=3.0)
+    assert verdicts(run_all, results) == {"first": "met", bad: "its process ended or hung", "last": "met"}
 
 
 def test_a_row_that_raises_says_why(run_all, tmp_path):
-    found = ran(run_all, tmp_path, rows("raise", "last"))
-    assert verdicts(run_all, found) == {"raise": "ValueError: no such kernel", "last": "met"}
+    results = ran(run_all, tmp_path, rows("raise", "last"))
+    assert verdicts(run_all, results) == {"raise": "ValueError: no such kernel", "last": "met"}
 
 
 def test_a_row_that_breaks_the_gpu_costs_that_row_alone(run_all, tmp_path):
-    """All that follows in its process would fail."""
-    found = ran(run_all, tmp_path, rows("first", "broken", "last"))
-    said = "RuntimeError: INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS"
-    assert verdicts(run_all, found) == {"first": "met", "broken": said, "last": "met"}
+    """Later rows in the same process would fail too."""
+    results = ran(run_all, tmp_path, rows("first", "broken", "last"))
+    expected = "RuntimeError: INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS"
+    assert verdicts(run_all, results) == {"first": "met", "broken": expected, "last": "met"}
 
 
-def test_what_was_found_is_on_disk_when_the_time_is_over(run_all, tmp_path):
+def test_results_are_on_disk_when_the_time_is_over(run_all, tmp_path):
     ran(run_all, tmp_path, rows("first", "hang"), minutes=0.12)
     on_disk = json.loads((tmp_path / "results.json").read_text())
     assert verdicts(run_all, on_disk) == {"first": "met", "hang": "no time left"}
 
 
 @pytest.mark.long
-def test_a_folder_with_results_is_gone_on_with_or_left_alone(run_all, tmp_path):
+def test_a_folder_with_results_is_continued_or_left_alone(run_all, tmp_path):
     ran(run_all, tmp_path, rows("first", "hang"), minutes=0.12)
-    with pytest.raises(SystemExit, match="is of a run on NVIDIA H200: --resume goes on with it"):
+    with pytest.raises(SystemExit, match="is of a run on NVIDIA H200: --resume continues it"):
         run_all.earlier(tmp_path, resume=False)
-    found = ran(run_all, tmp_path, rows("first", "hang").replace("sleep(60)", "sleep(0)"), resume=True)
-    assert verdicts(run_all, found) == {"first": "met", "hang": "met"}
+    results = ran(run_all, tmp_path, rows("first", "hang").replace("sleep(60)", "sleep(0)"), resume=True)
+    assert verdicts(run_all, results) == {"first": "met", "hang": "met"}
 
 
-def test_results_of_another_commit_are_not_gone_on_with(run_all, tmp_path, monkeypatch):
+def test_results_of_another_commit_are_not_continued(run_all, tmp_path, monkeypatch):
     ran(run_all, tmp_path, rows("first"))
     monkeypatch.setattr(run_all.measure, "commit", lambda: "another")
-    with pytest.raises(SystemExit, match="and this is another: name another folder"):
+    with pytest.raises(SystemExit, match="and this is another: choose another folder"):
         run_all.earlier(tmp_path, resume=True)
 
 
 def test_a_benchmark_that_time_did_not_reach_is_named(run_all, tmp_path):
-    found = run_all.run([run_all.Job("softmax", 1.0)], tmp_path, 0.01)
-    assert verdicts(run_all, found) == {"softmax": "no time left"}
+    results = run_all.run([run_all.Job("softmax", 1.0)], tmp_path, 0.01)
+    assert verdicts(run_all, results) == {"softmax": "no time left"}
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupted_row_is_measured_when_gone_on_with(run_all, tmp_path):
+def test_an_interrupted_row_is_measured_when_the_run_continues(run_all, tmp_path):
     (tmp_path / "fake.py").write_text(rows("first", "hang").replace("sleep(60)", "kill(os.getpid(), 2)"))
     file = tmp_path / "fake.json"
     command = [sys.executable, str(tmp_path / "fake.py"), "--json", str(file)]
     env = run_all.measure.environment()
     done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.stderr.strip() == f"interrupted in 'hang'; {file} has the rows before it, and --resume goes on"
+    assert done.stderr.strip() == f"interrupted in 'hang'; {file} has the rows before it, and --resume continues"
     content = json.loads(file.read_text())
     assert (list(content["rows"]), content["running"]) == (["first"], None)
 
@@ -136,18 +136,18 @@ def test_rows_that_had_no_time_are_measured_when_there_is_more(run_all, tmp_path
 
 
 def test_a_benchmark_that_does_not_start_is_recorded_with_its_last_words(run_all, tmp_path):
-    found = ran(run_all, tmp_path, "raise SystemExit('no module named so')")
-    assert verdicts(run_all, found) == {"fake": "did not start: no module named so"}
+    results = ran(run_all, tmp_path, "raise SystemExit('no module named so')")
+    assert verdicts(run_all, results) == {"fake": "did not start: no module named so"}
 
 
-def test_nothing_is_asked_of_a_device_that_targets_are_not_for(run_all, tmp_path):
-    found = ran(run_all, tmp_path, rows("first", device="cpu"))
-    assert verdicts(run_all, found) == {"first": ""}
+def test_no_target_applies_to_other_devices(run_all, tmp_path):
+    results = ran(run_all, tmp_path, rows("first", device="cpu"))
+    assert verdicts(run_all, results) == {"first": ""}
 
 
 def test_figures_of_another_device_are_not_published(run_all, tmp_path):
     ran(run_all, tmp_path, rows("first", device="cpu"))
-    with pytest.raises(SystemExit, match="it is of cpu; what is published is of H100 or H200"):
+    with pytest.raises(SystemExit, match="is of cpu; only results of H100 or H200 are published"):
         run_all.publish(tmp_path)
 
 
@@ -173,18 +173,18 @@ def test_figures_of_each_device_stand_in_all_readmes(run_all, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [(["--only", "atention"], "did you mean attention?"), (["--corectness"], "did you mean --correctness?")],
 )
-def test_a_misspelt_word_gets_the_nearest_one(run_all, tmp_path, monkeypatch, capsys, words, said):
+def test_a_misspelt_word_gets_the_nearest_one(run_all, tmp_path, monkeypatch, capsys, words, expected):
     monkeypatch.setattr(sys, "argv", ["run_all.py", "--out", str(tmp_path / "out"), *words])
     with pytest.raises(SystemExit):
         run_all.main()
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_the_summary_counts_verdicts_and_names_the_ends(run_all, tmp_path):
-    found = ran(run_all, tmp_path, rows("first", "raise"))
-    said = "2 of xla, asked 1.5 (first)"
-    assert run_all.summary(found) == [("fake", "1", "0", "0", "1", said, said)]
+    results = ran(run_all, tmp_path, rows("first", "raise"))
+    expected = "2 of xla, target 1.5 (first)"
+    assert run_all.summary(results) == [("fake", "1", "0", "0", "1", expected, expected)]

@@ -1,4 +1,4 @@
-"""What the benchmark of training steps counts and sorts, and what it does where a row fails."""
+"""FLOPs, traces and searches of the benchmark of training steps, and its behaviour where a row fails."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_trace_counts_loops_by_what_they_do_themselves_and_time_without_kernel
     trace = importlib.import_module("trace_summary")
     events = [
         trace.Event("while.1", "while.1", "a", 0.0, 100.0),
-        trace.Event("gemm_fusion_dot_7", "", "a", 0.0, 60.0),  # of a graph: the operation is not told
+        trace.Event("gemm_fusion_dot_7", "", "a", 0.0, 60.0),  # of a CUDA graph: without an operation
         trace.Event("loop_add_fusion.3", "loop_add_fusion.3", "a", 60.0, 30.0),
         trace.Event("MemcpyD2D", "", "b", 150.0, 50.0),
     ]
@@ -76,10 +76,10 @@ def test_a_trace_counts_loops_by_what_they_do_themselves_and_time_without_kernel
       %gemm_fusion_dot.7 = f32[2]{0} fusion(%x), metadata={op_name="jit(step)/jvp(loss)/dot_general" id=1}
       ROOT %loop_add_fusion.3 = f32[2]{0} fusion(%x), metadata={op_name="jit(step)/blocks/0/norm/mul"}
     """
-    found = trace.table(events, trace.scopes_of(program), steps=2)
-    ns = {name: round(group["ms"] * 2e6) for name, group in found["groups"].items()}
+    table = trace.table(events, trace.scopes_of(program), steps=2)
+    ns = {name: round(group["ms"] * 2e6) for name, group in table["groups"].items()}
     assert ns == {"loss": 60, "norm and elementwise": 30, "other": 10, "copies": 50, "idle": 50}
-    assert found["step_ms"] == pytest.approx(1e-4) and found["kernels"][0]["calls"] == 0.5
+    assert table["step_ms"] == pytest.approx(1e-4) and table["kernels"][0]["calls"] == 0.5
 
 
 @pytest.mark.parametrize("most", (100, 128, 3000, 70000, 10**9))
@@ -88,23 +88,23 @@ def test_the_search_for_the_longest_row_ends_between_one_that_fits_and_one_that_
     search, tried = train_gpu.Search(1024), []
     while (n := search.next()) is not None and n < 10**7:
         tried.append(n)
-        search.told(n <= most)
+        search.record(n <= most)
     assert len(tried) == len(set(tried)) and search.fits <= most
     assert not search.fails or search.fails > most
     if 128 <= most < 10**7:
-        assert search.fails <= 2 * search.fits  # and halved twice where there is room
+        assert search.fails <= 2 * search.fits  # the gap was halved twice
 
 
 def test_a_case_that_fails_is_taken_once_more_with_less_memory_or_without_our_kernels(monkeypatch, tmp_path):
     train_gpu = importlib.import_module("train_gpu")
-    asked = []
+    calls = []
     good = {
         "tokens_per_step": 8, "preset": {"depth": 2}, "runs": "ours", "policy": "none", "device": "NVIDIA H100",
         "tokens_per_second": {"median": 1.0}, "matmul_tflops": 1.0, "share_of_matmul": {"causal": {"median": 0.71}},
     }  # fmt: skip
 
     def pretend(script, arguments, *, limit):
-        asked.append(arguments)
+        calls.append(arguments)
         if {"--share", "--xla"} & set(arguments):
             return good
         return {"problem": "RESOURCE_EXHAUSTED: 1 GiB" if "8B 4k" in arguments else "a kernel is wrong"}
@@ -117,7 +117,7 @@ def test_a_case_that_fails_is_taken_once_more_with_less_memory_or_without_our_ke
     assert run.case("8B 4k")[0]["again"] == ["--share", "0.85"]
     with pytest.raises(RuntimeError, match="a kernel is wrong"):
         run.case("1.3B 32k packed")
-    assert len(asked) == 5
+    assert len(calls) == 5
 
 
 def _results(train_gpu, path, seconds=None):
@@ -128,18 +128,18 @@ def _results(train_gpu, path, seconds=None):
 
 
 @pytest.mark.parametrize(
-    "said", ("no memory policy fits 9 bytes", "RESOURCE_EXHAUSTED by arithmetic: nothing of it fits")
+    "problem", ("no memory policy fits 9 bytes", "RESOURCE_EXHAUSTED by arithmetic: nothing of it fits")
 )
-def test_what_was_planned_not_to_fit_is_not_tried_with_less_memory(monkeypatch, tmp_path, said):
-    train_gpu, asked = importlib.import_module("train_gpu"), []
+def test_what_was_planned_not_to_fit_is_not_tried_with_less_memory(monkeypatch, tmp_path, problem):
+    train_gpu, calls = importlib.import_module("train_gpu"), []
     monkeypatch.setattr(
-        train_gpu.measure, "in_subprocess", lambda *a, limit: asked.append(a) or {"problem": f"Error: {said}"}
+        train_gpu.measure, "in_subprocess", lambda *a, limit: calls.append(a) or {"problem": f"Error: {problem}"}
     )
     args, _ = _results(train_gpu, None)
     for name in ("1.3B 4k", "8B 4k"):
-        with pytest.raises(RuntimeError, match=said):
+        with pytest.raises(RuntimeError, match=problem):
             train_gpu.Run(args, None, tmp_path, False).case(name)
-    assert len(asked) == 2 and train_gpu.out_of_memory(said)  # the longest row ends there too
+    assert len(calls) == 2 and train_gpu.out_of_memory(problem)  # the search for the longest row ends there too
 
 
 def test_a_row_that_breaks_its_gpu_stops_none_after_it_and_the_file_is_complete_at_the_end(monkeypatch, tmp_path):

@@ -227,6 +227,7 @@ def _name(case: tuple[int, Any]) -> str:
 
 
 def main() -> None:
+    """Measure every row and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     record.options(parser)
     parser.add_argument("--millions", type=int, nargs="*", help="millions of parameters (default: by machine)")

@@ -125,6 +125,7 @@ def load(file: Path, out: Path | None) -> int:
 
 
 def main() -> int:
+    """Compile the programs, or load and run them; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--make", type=Path, metavar="FILE", help="compile for --device and write the programs to FILE")
     parser.add_argument("--device", default="h200", choices=("h100", "h200"))

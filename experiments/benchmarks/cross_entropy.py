@@ -112,6 +112,7 @@ def _call(f: Callable[..., Any], direction: str, *arrays: jax.Array) -> rivals.C
 
 
 def main() -> None:
+    """Measure every row and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     record.options(parser)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16 (float32 on a CPU)")

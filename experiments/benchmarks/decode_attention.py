@@ -119,6 +119,7 @@ def measure_row(dtype: Any, rounds: int, case: Case) -> tuple[dict[str, Any], li
 
 
 def main() -> None:
+    """Measure every row and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     record.options(parser)
     args = parser.parse_args()

@@ -84,6 +84,7 @@ class Ours:
         self.most_pages = 0
 
     def __call__(self, n: int) -> list[list[int]]:
+        """Generate for the prompts of round `n`; return the tokens of each sequence."""
         from jaxscale.infer.engine import Request
         from jaxscale.infer.sampling import Sampling
 
@@ -113,6 +114,7 @@ class Theirs:
         self.model, self.case, self.z = model, case, z
 
     def __call__(self, n: int, new: int | None = None) -> list[list[int]]:
+        """Generate for the prompts of round `n`; return the tokens of each sequence."""
         out = self.generate(n, new).sequences[:, self.longest :]
         return [row[: self.case.sequences[i][1]].tolist() for i, row in enumerate(out)]
 
@@ -215,6 +217,7 @@ def compare(case: Case, z: Sizes, model: Any, graphdef: Any, params: Any, rounds
 
 
 def main() -> None:
+    """Measure every case, print the table and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=CASES, action="append", help="only these rows; nothing is written")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"timed rounds of each (default {ROUNDS})")

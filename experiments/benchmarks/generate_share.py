@@ -123,6 +123,7 @@ def measure_row(
 
 
 def main() -> None:
+    """Measure every row and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     record.options(parser)
     args = parser.parse_args()

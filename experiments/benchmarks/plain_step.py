@@ -178,6 +178,7 @@ def _is_spec(x: Any) -> bool:
 
 
 def main() -> None:
+    """Take one step and write its loss and gradient norm."""
     parser = argparse.ArgumentParser(description="One training step from random weights; writes a line of JSON.")
     parser.add_argument("--metrics", required=True, help="file for the line of JSON")
     parser.add_argument("--mesh", help="sizes of data,fsdp,tensor on simulated devices (default: one device)")

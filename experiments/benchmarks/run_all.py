@@ -333,6 +333,7 @@ def nearest(word: str, words: Sequence[str]) -> str:
 
 
 def main() -> int:
+    """Run, resume or publish benchmarks, or check correctness; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder for the results")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="time for all benchmarks (default %(default)s)")

@@ -142,6 +142,7 @@ def _what_ran(columns: int, direction: str) -> str:
 
 
 def main() -> None:
+    """Measure every row and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     record.options(parser)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16 (float32 on a CPU)")

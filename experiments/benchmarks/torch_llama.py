@@ -122,6 +122,7 @@ class Trainer:
         self.norms: list[float] = []
 
     def __call__(self) -> None:
+        """Take a step."""
         loss = self.model(*self.batch)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -185,6 +186,7 @@ def measured(args: argparse.Namespace, device: str, order: str, compiled: bool) 
 
 
 def main() -> None:
+    """Measure the fastest configuration that works, and write the row."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", required=True, help="JSON: depth, vocab, width, heads, head_dim, hidden")
     parser.add_argument("--rows", type=int, required=True)

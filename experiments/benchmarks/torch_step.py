@@ -77,6 +77,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> float:
+        """Take a step and return its loss."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.rates[self.count]
         tokens, targets = (torch.from_numpy(batch[k]).long() for k in ("tokens", "targets"))

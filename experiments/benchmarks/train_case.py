@@ -80,7 +80,8 @@ def config_of(case: Case, depth: int, rows: int, *, toy: bool, xla: bool) -> Any
 
     Args:
       case: model and batch.
-      depth, rows: number of layers and of batch rows.
+      depth: number of layers.
+      rows: number of batch rows.
       toy: whether to use sizes for a CPU.
       xla: whether to use XLA for all ops instead of our kernels.
     """
@@ -169,6 +170,7 @@ class Step:
         self.norms: list[float] = []
 
     def __call__(self) -> None:
+        """Take a step."""
         with self.config.layout:
             self.state, metrics = self.choice.program(self.state, self.batch)
         self.losses.append(float(metrics["loss"]))
@@ -369,6 +371,7 @@ def save_values(folder: Path, step: Step) -> None:
 
 
 def main() -> None:
+    """Run one case in this process and write the row."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--case", required=True, help=f"one of {', '.join(CASES)}, or a number of tokens, or 'device'")
     parser.add_argument("--into", type=Path, required=True)

@@ -280,6 +280,7 @@ def show(rows: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure every row, then the longest sequence; print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     record.options(parser)
     parser.set_defaults(rounds=20)

@@ -69,7 +69,9 @@ CASES = {
 class Step(Protocol):
     """A step and its training state: a call with a batch takes a step, waits for its loss and returns it."""
 
-    def __call__(self, batch: Batch) -> float: ...
+    def __call__(self, batch: Batch) -> float:
+        """Take a step and return its loss."""
+        ...
 
 
 class Ours:
@@ -132,6 +134,7 @@ class Ours:
             return _compile(self.step, self.state, self.place(batch))
 
     def __call__(self, batch: Batch) -> float:
+        """Take a step and return its loss."""
         with self.layout:  # a run enters it once; entering takes microseconds
             self.state, metrics = self.step(self.state, self.place(batch))
         return float(metrics["loss"])
@@ -161,6 +164,7 @@ class Plain:
         return _compile(self.step, self.params, self.opt_state, self.place(batch))
 
     def __call__(self, batch: Batch) -> float:
+        """Take a step and return its loss."""
         self.params, self.opt_state, loss, _ = self.step(self.params, self.opt_state, self.place(batch))
         return float(loss)
 
@@ -283,6 +287,7 @@ def _start_plain(case: Case, z: Sizes, file: Path) -> tuple[list[str], Path]:
 
 
 def main() -> None:
+    """Measure every case, print the table and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a small model; another result file")
     parser.add_argument("--only", choices=CASES, action="append", help="only these rows; nothing is written")

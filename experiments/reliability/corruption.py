@@ -1,13 +1,13 @@
-"""Faults in the bytes of a checkpoint: does any of them load?
+"""Damage the bytes of a checkpoint, and test that none of the damage loads silently.
 
     python -m experiments.reliability.corruption --faults 500
 
-A run on eight devices leaves checkpoints of steps 2 and 4. Each trial damages a copy of it, in one of twelve ways, and
-restores the newest state that is whole, onto another layout. Four ends are told apart:
+A run on eight devices has checkpoints of steps 2 and 4. Each trial damages a copy of the run in one of twelve ways, and
+restores the newest intact state onto another layout. The outcomes:
 
-  older     the damage was named (file and array) and the older checkpoint restored, bit for bit
-  refused   one sentence, nothing loaded
-  unharmed  the newest restored bit for bit: the fault was in bytes that decide nothing (white space, `zarr.json`)
+  older     the damage was named (file and array) and the older checkpoint was restored, bit for bit
+  refused   an error of one sentence, nothing was loaded
+  unharmed  the newest was restored bit for bit: the damaged bytes have no effect (white space, `zarr.json`)
   SILENT    anything else
 """
 
@@ -43,10 +43,10 @@ MODEL = js.models.Transformer.Config(depth=2, width=64, heads=4, kv_heads=2, hea
 
 
 class Runs:
-    """A good run, one of the same model that is another run, and one of a smaller model.
+    """A good run, another run of the same model, and a run of a smaller model.
 
     Args:
-      folder: they are made in.
+      folder: where they are made.
     """
 
     def __init__(self, folder: Path):
@@ -61,7 +61,7 @@ class Runs:
         self.want = {step: self.restored(self.good, step) for step in (2, 4)}
 
     def restored(self, run: Path, step: int | None) -> dict[str, bytes]:
-        """The bytes of every array that is restored."""
+        """Return the bytes of every array that is restored from a step, or from the newest intact one."""
         state = checkpoints_in(run).restore(step, self.abstract, self.shardings)
         return {name: np.asarray(x).tobytes() for name, x in flatten(state).items()}
 
@@ -75,7 +75,7 @@ def _bit(runs: Runs, at: Path, random: random.Random) -> list[Path]:
 
 
 def _page(runs: Runs, at: Path, random: random.Random) -> list[Path]:
-    while True:  # some arrays are zeros already
+    while True:  # some pages are zeros already
         path = random.choice(_chunks(at))
         data = bytearray(path.read_bytes())
         start = random.randrange(-(-len(data) // 4096)) * 4096
@@ -104,7 +104,7 @@ def _deletion(runs: Runs, at: Path, random: random.Random) -> list[Path]:
 
 
 def _swap(runs: Runs, at: Path, random: random.Random) -> list[Path]:
-    while True:  # equal files may be swapped
+    while True:  # swapping equal files would be no fault
         one, two = random.sample(_chunks(at), 2)
         a, b = one.read_bytes(), two.read_bytes()
         if a != b and len(a) == len(b):
@@ -153,7 +153,7 @@ def _foreign(runs: Runs, at: Path, random: random.Random) -> list[Path]:
 def _smaller(runs: Runs, at: Path, random: random.Random) -> list[Path]:
     shutil.rmtree(at.parent)
     shutil.copytree(runs.small / "checkpoints", at.parent)
-    if random.random() < 0.5:  # as by somebody who copied the whole run, or the checkpoints alone
+    if random.random() < 0.5:  # as if somebody copied the whole run, or only its checkpoints
         shutil.copy(runs.small / "run.json", at.parent.parent / "run.json")
     return [at]
 
@@ -172,7 +172,7 @@ FAULTS: dict[str, Callable[[Runs, Path, random.Random], list[Path]]] = {
     "another run's checkpoint": _foreign,
     "a smaller model's checkpoints": _smaller,
 }
-"""Each damages the checkpoint `at` of a copy of the run, and returns what it touched."""
+"""Each function damages the checkpoint `at` of a copy of the run, and returns the paths that it changed."""
 
 
 def _chunks(at: Path) -> list[Path]:
@@ -180,15 +180,15 @@ def _chunks(at: Path) -> list[Path]:
 
 
 def trial(runs: Runs, fault: str, number: int, seed: int) -> str:
-    """How one ends."""
+    """Run one trial and return its outcome."""
     dice = random.Random(f"{seed} {number}")
     copy = runs.folder / "copy"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(runs.good, copy)
     touched = FAULTS[fault](runs, copy / "checkpoints" / "4", dice)
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("jaxscale").addHandler(handler)
     try:
         got = runs.restored(copy, None)
@@ -196,21 +196,21 @@ def trial(runs: Runs, fault: str, number: int, seed: int) -> str:
         return "refused" if "\n" not in str(e) else "SILENT"
     finally:
         logging.getLogger("jaxscale").removeHandler(handler)
-    if got == runs.want[4] and not said:
+    if got == runs.want[4] and not messages:
         return "unharmed"
     tensors = copy / "checkpoints" / "4" / "tensors"
     named = any(
-        path.name in " ".join(said)
-        and (not path.is_relative_to(tensors) or str(path.parent.relative_to(tensors)) in " ".join(said))
+        path.name in " ".join(messages)
+        and (not path.is_relative_to(tensors) or str(path.parent.relative_to(tensors)) in " ".join(messages))
         for path in touched
     )
-    return "older" if got == runs.want[2] and len(said) == 1 and named else "SILENT"
+    return "older" if got == runs.want[2] and len(messages) == 1 and named else "SILENT"
 
 
 def main() -> None:
-    """Runs it."""
+    """Run the trials, print a table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--faults", type=int, default=500)
+    parser.add_argument("--faults", type=int, default=500, help="number of trials (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -232,7 +232,7 @@ def main() -> None:
 
 
 def table(ends: Counter) -> str:
-    """The results as Markdown."""
+    """Return the results as a Markdown table."""
     names = ("older", "refused", "unharmed", "SILENT")
     lines = ["| fault | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     lines += [f"| {fault} | " + " | ".join(str(ends[fault, end]) for end in names) + " |" for fault in FAULTS]

@@ -1,11 +1,11 @@
-"""kill -9 at random moments of a training run, and a restart after each: is anything lost, is anything left behind?
+"""Kill a training run (SIGKILL) at random moments and restart it: test that nothing is lost and no file left behind.
 
     python -m experiments.reliability.crash --kills 200
 
 A run saves every 100 steps and keeps two checkpoints. Each trial waits for one of four moments (between saves; while a
-checkpoint is written; while it is being finished; while an old one is deleted), seen from outside in the names of the
-run's folder, lets a random time pass, and kills one process of two, the coordinator, or all. What it then finds on disk
-is written down, and the same command starts again. Killed processes' partners are given two seconds to notice.
+checkpoint is written; while it is committed; while an old one is deleted), which it recognises by file names in the run
+folder, waits a random time, and kills one process of two, the coordinator, or all. It records the state of the folder,
+and starts the same command again. Processes whose partner was killed have two seconds to notice.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ RESULTS = Path(__file__).parent / "results" / "crash.jsonl"
 EVERY, KEEP = 100, 2
 MOMENTS = ("step", "save", "commit", "deletion")
 VICTIMS = ("all", "all", "all", "all", "one of two", "coordinator", "all of two")
-"""One process alone more often: two take three times as long to start."""
+"""Runs of one process are more frequent, because two processes take three times as long to start."""
 
 
 def main() -> None:
-    """Runs it."""
+    """Run the trials that the results file lacks, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--kills", type=int, default=200, help="number of trials (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="trials that it has are not repeated")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="trials in this file are not repeated")
     args = parser.parse_args()
     print(f"seed {args.seed}")
     rows = [json.loads(line) for line in args.results.read_text().splitlines()] if args.results.exists() else []
     folder = Path(tempfile.mkdtemp(prefix="jaxscale-crash-"))
     lives.configure(folder / "cache")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and its children with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exits through `except`, which kills the children
     world = World(folder)
     try:
         with args.results.open("a") as file:
@@ -58,7 +58,7 @@ def main() -> None:
                 print(row, flush=True)
     except BaseException:
         lives.kill(world.children)
-        print(f"what is there is left in {folder}")
+        print(f"the run remains in {folder}")
         raise
     shutil.rmtree(folder)
     print(table(rows))
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 class World:
-    """A run that is killed again and again."""
+    """A run that is killed and restarted again and again."""
 
     def __init__(self, folder: Path):
         self.run, self.log = folder / "run", folder / "log"
@@ -77,7 +77,7 @@ class World:
         self.fit = functools.partial(_fit, self.run)
 
     def trial(self, number: int, random: random.Random) -> dict[str, Any]:
-        """One life and its end; what the life found is held against what the life before it left."""
+        """Start the run, kill it, and compare where it resumed with what the kill before left on disk."""
         moment = random.choice(MOMENTS)
         victim = random.choice(VICTIMS)
         processes = 1 if victim == "all" else 2
@@ -87,7 +87,7 @@ class World:
         self.children = children = lives.start(self.fit, processes, 2 // processes, self.log)
         rows_before = len(self._rows())
         faults = []
-        # a life of worth: it has gone on, and has finished a checkpoint of its own
+        # before it is killed, it has to take steps and finish a checkpoint of its own
         alive = lives.until(lambda: len(self._rows()) > rows_before, children)
         restart = time.monotonic() - began
         target = max(self._finished(), default=0)
@@ -95,7 +95,7 @@ class World:
         alive = alive and lives.until(lambda: self._seen(moment), children)
         time.sleep(random.random() * {"step": 0.3, "save": 0.01, "commit": 0.002, "deletion": 0.001}[moment])
         if not alive:
-            faults.append("did not live: " + " ".join(self.log.read_text().splitlines()[-3:]))
+            faults.append("did not get that far: " + " ".join(self.log.read_text().splitlines()[-3:]))
         killed = {"one of two": children[1:], "coordinator": children[:1]}.get(victim, children)
         lives.kill(killed)
         lives.until(lambda: all(map(lives.is_dead, children)), [], 2)
@@ -107,21 +107,21 @@ class World:
         first, last = rows[0]["step"] if rows else 0, rows[-1]["step"] if rows else 0
         lost = self.before[-1]["step"] - (first - 1) if self.before else 0
         if self.before and first - 1 != max(self.had):
-            faults.append(f"went on from {first - 1} and not from {max(self.had)}, the newest on disk")
+            faults.append(f"resumed from {first - 1} instead of {max(self.had)}, the newest on disk")
         known = {row["step"]: row["loss"] for row in self.before}
         if any(known.get(row["step"], row["loss"]) != row["loss"] for row in rows):
-            faults.append("a step that was taken twice has two losses")
+            faults.append("a step that ran twice has two losses")
         left = sorted(p.name for p in self._folder().iterdir() if "." in p.name)
         self.before, self.had = rows, self._finished()
         for step in self.had:
             faults += [str(f) for f in js.train.Checkpoints(self._folder()).arrays(step).faults()]
             read_manifest(self._folder() / str(step))
-        if lost > 2 * EVERY:  # one saved, and one on its way
+        if lost > 2 * EVERY:  # since the last commit, while the next save was being written
             faults.append(f"lost {lost} steps")
         if len(self.had) > KEEP + 1:
-            faults.append(f"{self.had} are kept")
+            faults.append(f"too many checkpoints: {self.had}")
         if len({name.rpartition("-")[2] for name in left}) > 1:
-            faults.append(f"{left} were not cleared")
+            faults.append(f"leftovers were not deleted: {left}")
         return {
             "trial": number,
             "victim": victim,
@@ -157,7 +157,7 @@ class World:
 
 
 def _hit(folder: Path, left: list[str]) -> str:
-    """What the kill interrupted, by what it left."""
+    """Return what the kill interrupted, from the files that it left."""
     if any(".deleted-" in name for name in left):
         return "deletion"
     for name in left:
@@ -172,7 +172,7 @@ def _fit(run: Path) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     hits = Counter((row["hit"], row["victim"]) for row in rows)
     victims = sorted({row["victim"] for row in rows})
     lines = ["| interrupted | " + " | ".join(victims) + " |", "|---" * (len(victims) + 1) + "|"]
@@ -185,7 +185,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "",
         f"{good} of {len(rows)} lives without a fault. Steps lost by a kill: median {lost[len(lost) // 2]}, at most "
         f"{lost[-1]}; {within} of {len(lost)} at most one interval of {EVERY} steps, the others were killed while the "
-        "next checkpoint was on its way to disk.",
+        "next checkpoint was being written.",
     ]
     return "\n".join(lines)
 

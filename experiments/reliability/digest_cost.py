@@ -1,4 +1,4 @@
-"""What digests cost: the same state saved with each digest and with none, in turn.
+"""Time of digests: the same state is saved with each digest and without one, in turns.
 
 python -m experiments.reliability.digest_cost --megabytes 256
 """
@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parent / "results" / "digest_cost.json"
 
 
 def main() -> None:
-    """Runs it."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=7)

@@ -1,11 +1,11 @@
-"""Replicas whose bits differ, and processes that are slow: what is found, what is not, and what looking costs.
+"""Detection of replicas whose bits differ, and of slow processes; false alarms, and the time that checks take.
 
     python -m experiments.reliability.divergence --seed 0
 
-1. Bits turned over in one device's copy of one array, at random: each must be found and its array named.
-2. Steps of training with a comparison after each: none may be called different.
-3. The time of a comparison beside that of the demo's step, in turns.
-4. Two processes: a bit turned over in process 1, which must be named within `every` steps; and a process that sleeps.
+1. Flip random bits in one device's copy of one array: each flip must be detected and its array named.
+2. Train with a comparison after each step: none may report a difference.
+3. Time a comparison and the demo's training step, in turns.
+4. Two processes: flip a bit in process 1, which must be named within `every` steps; and let a process sleep.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EVERY = 100
 
 
 def small(**changes: Any) -> js.TrainConfig:
-    """A run of a small transformer on eight devices, four of which hold the same."""
+    """Return the config of a small transformer on eight devices, with four replicas of each array."""
     settings: dict[str, Any] = dict(
         model=js.models.Transformer.Config(depth=1, vocab=32, width=16, heads=2, head_dim=8, hidden=32),
         data=js.data.synthetic(32, documents=64, length=64),
@@ -53,7 +53,7 @@ def small(**changes: Any) -> js.TrainConfig:
 
 
 def turn(word: int, bit: int) -> Any:
-    """What turns one bit of a buffer over."""
+    """Return a function that flips one bit of a buffer."""
 
     def change(data: np.ndarray) -> None:
         kind = np.dtype(f"uint{8 * data.dtype.itemsize}")
@@ -63,27 +63,27 @@ def turn(word: int, bit: int) -> Any:
 
 
 def flips(count: int, seed: int) -> dict[str, Any]:
-    """So many flips in a live state, one at a time: how many were found, named and placed."""
+    """Flip `count` bits in a live state, one at a time; count those detected, and with array and device named."""
     config, random = small(), np.random.default_rng(seed)
     state = blueprint_of(config)[0].init(seed)
     compare = comparer(state, config.layout)
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
     plain = [i for i, (_, x) in enumerate(leaves) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
-    found = named = placed = 0
+    detected = named = placed = 0
     for _ in range(count):
         i, device = int(random.choice(plain)), int(random.integers(8))
         (path, x), fault = leaves[i], turn(int(random.integers(1 << 30)), int(random.integers(64)))
         arrays = [changed(a, fault, device) if n == i else a for n, (_, a) in enumerate(leaves)]
         differences = compare(jax.tree.unflatten(tree, arrays))
-        found += bool(differences)
+        detected += bool(differences)
         named += [d.tensor for d in differences] == [path_name(path)]
         placed += [d.odd for d in differences] == [(device,)]
         del x
-    return {"flips": count, "found": found, "array_named": named, "device_named": placed}
+    return {"flips": count, "found": detected, "array_named": named, "device_named": placed}
 
 
 def false_alarms(steps: int, root: Path) -> dict[str, Any]:
-    """A run that compares after every step; it would have gone back had any differed."""
+    """Train with a comparison after every step; count the reported differences, which would have rolled back."""
     config = small(steps=steps, guards=(FiniteGuard(), FingerprintGuard(every=1)))
     run = js.fit(config, run=root / "long", quiet=True)
     assert run.state is not None and int(run.state.step) == steps
@@ -91,7 +91,7 @@ def false_alarms(steps: int, root: Path) -> dict[str, Any]:
 
 
 def cost(rounds: int) -> dict[str, Any]:
-    """Median seconds of the demo's step and of a comparison of its state, measured in turns."""
+    """Measure the median time of the demo's step and of a comparison of its state, in turns."""
     js.config.load([HERE.parent / "demo.gin"])
     config: Any = js.config.call("train")
     config = dataclasses.replace(config, eval_batches=0, prompt=None)
@@ -119,7 +119,7 @@ FLIPPED, COMPARED, SLEEPS = 7, 5, 0.05
 
 
 def pair(root: Path) -> None:
-    """One of two processes: a bit of process 1 is turned over, and process 1 is slow to bring its batches."""
+    """Run one of two processes: a bit is flipped in process 1, and process 1 is slow to load its batches."""
     number = jax.process_index()
 
     def flip(state: Any, batch: Any) -> Any:
@@ -137,24 +137,24 @@ def pair(root: Path) -> None:
 
     loop.Loop._place = slow  # type: ignore[method-assign]
     guards = (FingerprintGuard(every=COMPARED), StragglerGuard(every=10))
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
         js.fit(small(steps=20, checkpoint_every=5, guards=guards), run=root / "pair")
-    lines = [line for line in said.getvalue().splitlines() if "is slow" in line or "different bits" in line]
+    lines = [line for line in output.getvalue().splitlines() if "is slow" in line or "different bits" in line]
     (root / f"{number}.json").write_text(json.dumps(lines))
 
 
 def main() -> None:
-    """Measures all four, prints them and writes results/divergence.json."""
+    """Measure all four, print them and write results/divergence.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--flips", type=int, default=200)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--again", action="store_true", help="forget earlier results")
+    parser.add_argument("--again", action="store_true", help="ignore earlier results")
     args = parser.parse_args()
     file = HERE / "results" / "divergence.json"
     result: dict[str, Any] = {"seed": args.seed, "jax": jax.__version__}
-    if file.exists() and not args.again:  # what is there is not done again
+    if file.exists() and not args.again:  # existing results are not measured again
         before = json.loads(file.read_text())
         result = before if all(before[k] == v for k, v in result.items()) else result
     with tempfile.TemporaryDirectory() as folder:

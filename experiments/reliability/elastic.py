@@ -1,11 +1,11 @@
-"""A run that is resumed on other devices and other processes: the same samples, the same bits, the same loss?
+"""Resume a run on other devices and other numbers of processes: test that samples, bits and losses stay the same.
 
     python -m experiments.reliability.elastic
 
-Fifty float32 steps, cut into pieces that run on 8, 4, 1 and 8 devices, and on 1, 2 and 4 processes. Each process writes
-down which rows of the data it read; every restored state is read back from disk by TensorStore, which knows nothing of
-us, and compared bit for bit; the loss is held against that of one device and no interruption. Then a state saved on
-each of a dozen layouts is restored on each.
+Fifty float32 steps, split into pieces that run on 8, 4, 1 and 8 devices, and on 1, 2 and 4 processes. Each process
+records which rows of the data it read; every restored state is compared bit for bit with what TensorStore, an
+independent reader, reads from disk; losses are compared with those of one device without interruption. Then a state is
+saved on each of a dozen layouts and restored on each.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CHAINS: dict[str, list[tuple[int, int, str]]] = {
     ],
     "1 -> 2 -> 4 processes": [(1, 4, "data=4"), (2, 2, "data=2,fsdp=2"), (4, 1, "fsdp=4")],
 }
-"""Processes, devices of each, and mesh, of the pieces of a run."""
+"""(processes, devices of each, mesh) of the pieces of a run."""
 
 LAYOUTS = {
     "one device": None,
@@ -67,7 +67,7 @@ LAYOUTS = {
 
 @contextlib.contextmanager
 def reading_logged(path: Path) -> Iterator[None]:
-    """Appends every read of training rows to a file: step, first row of the batch and past the last, and ids."""
+    """Append every read of training rows to a file: step, [first row, end) and ids."""
     batch_at = Loader.batch_at
 
     def logged(self: Loader, step: int, rows: slice | None = None) -> Any:
@@ -85,7 +85,7 @@ def reading_logged(path: Path) -> Iterator[None]:
 
 
 def piece(run: Path, reads: Path, mesh: str, until: int, steps: int = STEPS) -> None:
-    """Goes on with a run until a step, on a mesh; writes down what was read, and the digest of what was restored."""
+    """Continue a run on a mesh until a step; record the rows that were read, and the digest of the restored state."""
     settings = config(layout=js.Layout(mesh), steps=steps)
     restore = js.train.Checkpoints.restore
 
@@ -115,7 +115,7 @@ def piece(run: Path, reads: Path, mesh: str, until: int, steps: int = STEPS) -> 
 
 
 def on_disk(checkpoint: Path) -> dict[str, bytes]:
-    """The bytes of every array of a checkpoint, read by TensorStore as the Zarr arrays that they are."""
+    """Return the bytes of every array of a checkpoint, which TensorStore reads as Zarr arrays."""
     import tensorstore as ts
 
     root = checkpoint / "tensors"
@@ -132,11 +132,11 @@ def _digest(bits: dict[str, bytes]) -> str:
 
 
 Live = Callable[[Callable[[], None], int, int], None]
-"""Runs a function in so many processes of so many devices, and waits."""
+"""`live(run, processes, devices)` calls a function in each of several processes, and waits."""
 
 
 def chain(folder: Path, pieces: list[tuple[int, int, str]], live: Live, steps: int = STEPS) -> dict[str, Any]:
-    """Runs a run in pieces; what was read, restored and lost, in numbers."""
+    """Train in pieces; return the steps with wrong samples, whether restored states are equal, and the losses."""
     run = folder / "run"
     ends = [steps * (i + 1) // len(pieces) for i in range(len(pieces))]
     same = True
@@ -158,10 +158,10 @@ def chain(folder: Path, pieces: list[tuple[int, int, str]], live: Live, steps: i
 
 
 def _covers(reads: list[tuple[int, int, tuple[int, ...]]], ids: list[int]) -> bool:
-    """Whether the reads of a step are its rows, each by one process."""
+    """Return whether the reads of a step are exactly its rows, each row by one process."""
     at = 0
-    for start, stop, found in sorted(reads):
-        if start != at or list(found) != ids[start:stop]:
+    for start, stop, read in sorted(reads):
+        if start != at or list(read) != ids[start:stop]:
             return False
         at = stop
     return at == len(ids)
@@ -174,7 +174,7 @@ def _loader() -> Loader:
 
 
 def pairs(folder: Path, layouts: dict[str, js.Layout | None]) -> list[tuple[str, str]]:
-    """Saves a state on each layout and restores it on each; the pairs that differ in a bit."""
+    """Save a state on each layout and restore it on each; return the pairs that differ in a bit."""
     blueprints = {name: blueprint_of(_pair_config(layout))[0] for name, layout in layouts.items()}
     wrong = []
     for name, blueprint in blueprints.items():
@@ -192,14 +192,14 @@ def pairs(folder: Path, layouts: dict[str, js.Layout | None]) -> list[tuple[str,
 
 
 def _noise(x: jax.Array) -> jax.Array:
-    """In place of zeros, which would hide much."""
+    """Replace floats by noise: zeros would hide errors."""
     if not jax.numpy.issubdtype(x.dtype, jax.numpy.floating):
         return x
     return jax.device_put(np.random.default_rng(x.size).standard_normal(x.shape).astype(x.dtype), x.sharding)
 
 
 def _pair_config(layout: js.Layout | None) -> js.TrainConfig:
-    # 24 divides by 3 and by 8: a third of the machine is a place to go on, too
+    # 24 is divisible by 3 and by 8, so that a layout of three devices is possible too
     model = js.models.Transformer.Config(depth=4, width=24, heads=4, kv_heads=4, head_dim=6, hidden=48, vocab=48)
     return config(model=model, layout=layout)
 
@@ -210,9 +210,11 @@ def _run_pairs(folder: Path) -> None:
 
 
 def main() -> None:
-    """Runs it."""
+    """Run both halves, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=["pairs", "chains"], help="half of it; the results keep the other half")
+    parser.add_argument(
+        "--only", choices=["pairs", "chains"], help="only this half; the other half of the results stays"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     print("seed 0")
@@ -226,7 +228,7 @@ def main() -> None:
             if any(codes):
                 raise SystemExit((folder / "log").read_text())
 
-        if args.only != "chains":  # in a child, and first: TensorStore bears no fork after its first use
+        if args.only != "chains":  # in a child, and first: a process cannot fork after it has used TensorStore
             live(functools.partial(_run_pairs, folder), 1, 8)
             wrong = json.loads((folder / "pairs.json").read_text())
             report["pairs of layouts"] = {"tried": len(LAYOUTS) ** 2, "that differ in a bit": wrong}
@@ -236,9 +238,9 @@ def main() -> None:
             whole = chain(folder / "whole", [(1, 1, "data=1")], live)["losses"]
             for what, pieces in CHAINS.items():
                 (folder / what).mkdir()
-                found = chain(folder / what, pieces, live)
-                apart = [abs(a - b) / abs(b) for a, b in zip(found.pop("losses"), whole, strict=True)]
-                report[what] = {**found, "loss apart after 50 steps": apart[-1], "at most": max(apart)}
+                numbers = chain(folder / what, pieces, live)
+                apart = [abs(a - b) / abs(b) for a, b in zip(numbers.pop("losses"), whole, strict=True)]
+                report[what] = {**numbers, "loss apart after 50 steps": apart[-1], "at most": max(apart)}
                 print(what, report[what], flush=True)
     args.results.write_text(json.dumps(report, indent=1) + "\n")
     bad = [

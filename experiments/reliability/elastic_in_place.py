@@ -1,11 +1,11 @@
-"""Machines of two devices are lost in the middle of a run, which goes on in the same process with the same numbers.
+"""Lose machines of two devices during a run; the run continues in the same process with the same losses.
 
-    python experiments/reliability/elastic_in_place.py            # a layout at a time into results/
+    python experiments/reliability/elastic_in_place.py            # writes results/ after each layout
 
-Eight simulated devices are four machines; each layout has slices of its `data` axis on different machines. At step 10
-one is lost, at step 20 another: what their devices hold of the state is overwritten with bits that are no number, and
-the run goes on with the others. Compared are the losses of 40 steps with those of a run that lost nothing, and for
-scale with those of a run with another seed for its dropout alone. Seed 0; AdamW, dropout 0.1.
+Eight simulated devices are four machines; each layout has slices of its `data` axis on different machines. One machine
+is lost at step 10, another at step 20: their shards of the state are overwritten with NaN bits, and the run continues
+on the others. The losses of 40 steps are compared with those of a run that lost nothing, and, for scale, with those of
+a run that differs only in its dropout seed. Seed 0; AdamW, dropout 0.1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAYOUTS = {
 
 
 def destroy(state: js.step.TrainState, devices: set[jax.Device]) -> None:
-    """Overwrites what devices hold of a state."""
+    """Overwrite the shards of a state on some devices."""
     for x in jax.tree.leaves((state.params, state.opt_state)):
         for shard in x.addressable_shards:
             if shard.device in devices:
@@ -42,7 +42,7 @@ def destroy(state: js.step.TrainState, devices: set[jax.Device]) -> None:
 
 
 def config(name: str) -> js.TrainConfig:
-    """Of a run; 16 rows a step, so that three slices of `data` do not divide them."""
+    """Return the config of a run; its 16 rows a step are not divisible by three slices of `data`."""
     from jaxscale.nn import RingAttention
 
     mesh, changes = name.partition(", ")[0], LAYOUTS[name]
@@ -55,7 +55,7 @@ def config(name: str) -> js.TrainConfig:
 
 
 def run(name: str, lost_at: tuple[int, ...], dropout_seed: int | None = None) -> dict[str, object]:
-    """Losses, and how the batch was dealt after each loss."""
+    """Train and lose a machine at some steps; return the losses and how the batch was distributed each time."""
     from jaxscale.train.elastic import Elastic
 
     elastic = Elastic(config(name))
@@ -70,13 +70,16 @@ def run(name: str, lost_at: tuple[int, ...], dropout_seed: int | None = None) ->
             destroy(jax.block_until_ready(elastic.state), lost)
             begun = time.perf_counter()
             elastic.lose(lost)
-            told = f"{elastic.layout}: {dataclasses.asdict(elastic.deal)}, moved in {time.perf_counter() - begun:.2f} s"
-            dealt.append(told)
+            batch = (
+                f"{elastic.layout}: {dataclasses.asdict(elastic.deal)}, moved in {time.perf_counter() - begun:.2f} s"
+            )
+            dealt.append(batch)
         losses.append(elastic.step()["loss"])
     return {"losses": losses, "dealt": dealt}
 
 
 def main() -> None:
+    """Run every layout that results/elastic_in_place.json lacks, and write it."""
     js.simulate_devices(8)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name in LAYOUTS:

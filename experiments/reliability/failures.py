@@ -1,12 +1,12 @@
-"""How soon every process of a run knows that another is lost, and what it says of it.
+"""Measure how soon the processes of a run notice that another failed, and what they report.
 
     python experiments/reliability/failures.py         # every fault at every process of two, and a restart
     python experiments/reliability/failures.py --fault stop --process 1
 
-A run of two local processes trains; at step 6 one of them is killed (SIGKILL), stopped (SIGSTOP), sleeps for ever
-while it fetches data, or raises. Counted are the seconds until the other process has ended, what it printed, and its
-exit code; and under `jaxscale launch` the seconds until the first step after the restart. There is nothing random.
-Results go to results/failures.json, a trial at a time; those that are there are not run again.
+Two local processes train; at step 6 one of them is killed (SIGKILL), stopped (SIGSTOP), sleeps for ever while it
+fetches data, or raises. Measured are the seconds until the other process has ended, its report and its exit code; and
+under `jaxscale launch` the seconds until the first step after the restart. Nothing is random. Results are written to
+results/failures.json after each trial; trials in that file are not repeated.
 """
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ Loop._place = placed
 
 
 def environment(folder: str) -> dict[str, str]:
-    """Of the processes that train; what they compile is kept between the trials of a run of this."""
+    """Return the environment of the training processes, whose compilation cache all trials share."""
     cache = {"JAX_COMPILATION_CACHE_DIR": f"{folder}/jax", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     return {**os.environ, **cache, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parents[1])}
 
 
 def trial(fault: str, victim: int, cache: str, limit: float = 120.0) -> dict[str, object]:
-    """One fault; the seconds from it to the end of the other process, and that one's last words."""
+    """Cause one fault; return the seconds until the other process ended, its exit code and its report."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -126,12 +126,12 @@ def trial(fault: str, victim: int, cache: str, limit: float = 120.0) -> dict[str
             for p in started:
                 p.send_signal(signal.SIGKILL)
         reports = [line for line in errors.splitlines() if line.startswith("jaxscale: ")]
-        told = {"fault": fault, "process": victim, "seconds": round(seconds, 1), "exit_code": survivor.returncode}
-        return {**told, "reports": [r.replace(folder, "") for r in reports]}
+        outcome = {"fault": fault, "process": victim, "seconds": round(seconds, 1), "exit_code": survivor.returncode}
+        return {**outcome, "reports": [r.replace(folder, "") for r in reports]}
 
 
 def restart(cache: str) -> dict[str, object]:
-    """A kill under `jaxscale launch`; the seconds from it to the end of the first step after the restart."""
+    """Kill a process under `jaxscale launch`; return the seconds until the first step after the restart ended."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "small.gin").write_text(GIN)
         Path(folder, "fault.py").write_text(FAULT)
@@ -141,17 +141,18 @@ def restart(cache: str) -> dict[str, object]:
             capture_output=True, timeout=900,
         )  # fmt: skip
         if not Path(folder, "fault").exists():
-            raise SystemExit(f"the run did not come to its fault: {done.stderr}")
+            raise SystemExit(f"the run ended before its fault: {done.stderr}")
         begun = float(Path(folder, "fault").read_text())
         rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
         after = [row for row in rows if row["time"] > begun + 1]
-        said = [line for line in done.stderr.splitlines() if line.startswith("jaxscale launch: ")]
+        reports = [line for line in done.stderr.splitlines() if line.startswith("jaxscale launch: ")]
         seconds = round(after[0]["time"] - begun, 1)
-        told = {"fault": "kill under launch", "process": 1, "seconds": seconds, "exit_code": done.returncode}
-        return {**told, "resumed_with_step": after[0]["step"], "last_step": rows[-1]["step"], "reports": said}
+        outcome = {"fault": "kill under launch", "process": 1, "seconds": seconds, "exit_code": done.returncode}
+        return {**outcome, "resumed_with_step": after[0]["step"], "last_step": rows[-1]["step"], "reports": reports}
 
 
 def main() -> None:
+    """Run one trial and print it, or every trial that the results lack and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fault", choices=FAULTS)
     parser.add_argument("--process", type=int, choices=(0, 1))

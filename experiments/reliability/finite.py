@@ -1,10 +1,11 @@
-"""NaN and infinity put into live buffers of one of two processes: both skip alike, and nothing of the state changes.
+"""Put NaN and infinity into live buffers of one of two processes: both skip the step, and no bit of the state changes.
 
     python -m experiments.reliability.finite --seed 0
 
-Two processes of four simulated devices train a small transformer on data=2, fsdp=2, tensor=2. The faults: a weight in
-process 1's part of a batch; one element, in one shard, of a gradient; one element of a moment in one device of process
-1, which makes every step bad until the run goes back. Each process digests its own buffers around the step.
+Two processes of four simulated devices train a small transformer on data=2, fsdp=2, tensor=2. The faults: a loss
+weight in process 1's part of a batch; one element in one shard of a gradient; one element of an optimizer moment on one
+device of process 1, which makes every step bad until the run rolls back. Each process computes digests of its own
+buffers before and after the step.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from jaxscale.train.skips import read_skips
 HERE = Path(__file__).parent
 STEPS, SAVED = 24, 16
 HOLES = {9: np.nan, 12: np.inf}
-"""What stands in a gradient, by step."""
+"""Step -> value that is put into a gradient."""
 MADE = {
     3: "NaN in process 1's batch",
     6: "infinity in process 1's batch",
@@ -43,7 +44,7 @@ MADE = {
 
 
 def config(seed: int) -> js.TrainConfig:
-    """The run."""
+    """Return the config of the run."""
     return js.TrainConfig(
         model=js.models.Transformer.Config(depth=2, vocab=32, width=16, heads=4, head_dim=4, hidden=32),
         data=js.data.synthetic(32, documents=64, length=64),
@@ -59,7 +60,7 @@ def config(seed: int) -> js.TrainConfig:
 
 
 def life(seed: int, root: Path) -> None:
-    """One process: trains with the faults, and writes what it saw."""
+    """Run one process: train with the faults, and write which steps it skipped and whether its state changed."""
     number = jax.process_index()
     random = np.random.default_rng(seed)
     sound, take = backprop.make_loss_and_grads, loop.Loop._take
@@ -115,7 +116,7 @@ def life(seed: int, root: Path) -> None:
     def watched(self: Any, state: Any, done: int) -> Any:
         before = digest(state)
         new, metrics = faulty(self, state, done)
-        before = seen.pop("struck", before)  # of the state as the fault left it
+        before = seen.pop("struck", before)  # the digest just after the fault, where the fault changed the state
         refused = float(jax.device_get(metrics["refused_by_finite"]))
         seen.setdefault(str(done + 1), {"refused": refused, "unchanged": before == digest(new)})
         return new, metrics
@@ -127,16 +128,16 @@ def life(seed: int, root: Path) -> None:
 
 
 def digest(state: Any) -> str:
-    """SHA-256 of this process's buffers of parameters and optimizer."""
-    found = hashlib.sha256()
+    """Return the SHA-256 of this process's shards of parameters and optimizer state."""
+    digests = hashlib.sha256()
     for x in jax.tree.leaves((state.params, state.opt_state)):
         for shard in x.addressable_shards:
-            found.update(np.asarray(shard.data).tobytes())
-    return found.hexdigest()
+            digests.update(np.asarray(shard.data).tobytes())
+    return digests.hexdigest()
 
 
 def main() -> None:
-    """Runs it, prints a table and writes results/finite.json."""
+    """Run both processes, print a table and write results/finite.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -161,7 +162,7 @@ def main() -> None:
     others = [s for s in range(1, STEPS + 1) if s not in MADE and str(s) in seen[0]]
     wrong = [s for s in others if bool(seen[0][str(s)]["refused"]) != (s in (19, 20))]
     back = [r for r in skips if "back_to" in r]
-    print("went back:", back)
+    print("rolled back:", back)
     print("steps skipped without a fault, or not skipped with one:", wrong)
     result = {"seed": args.seed, "rows": rows, "returns": [{k: r[k] for k in ("back_to", "passed_over")} for r in back]}
     result |= {"wrong_elsewhere": wrong, "jax": jax.__version__}

@@ -1,9 +1,9 @@
-"""Mistakes put into every shipped gin file: each must be an error or a warning that names it.
+"""Put mistakes into every shipped gin file: each must cause an error or a warning that names it.
 
     python -m experiments.reliability.fuzz --seed 0 --mutations 300
 
-One process, no data, no device, and nothing compiled: what is asked is `config.load`, `config.call` and
-`jaxscale.step.check`, as `jaxscale train` and `jaxscale explain` ask them.
+One process, no data, no device, and nothing is compiled: only `config.load`, `config.call` and `jaxscale.step.check`
+run, which `jaxscale train` and `jaxscale explain` run too.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Mutation:
     """A gin text with one mistake.
 
     Args:
-      kind: which kind of mistake.
-      file: the shipped file.
-      text: what became of it.
-      words: of which a message has to hold one: what is wrong, or where.
-      change: the mistake, for people.
+      kind: kind of the mistake.
+      file: name of the shipped file.
+      text: the file's text with the mistake.
+      words: a message that names the mistake contains at least one of these.
+      change: the mistake as shown to people.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Mutation:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What was said: "error", "warning", "silent" or "traceback"; and whether it names the mistake."""
+    """The outcome, "error", "warning", "silent" or "traceback", the message, and whether it names the mistake."""
 
     outcome: str
     named: bool
@@ -67,33 +67,33 @@ class Verdict:
 
     @property
     def good(self) -> bool:
-        """An error or a warning that names the mistake."""
+        """Return whether there was an error or a warning that names the mistake."""
         return self.outcome in ("error", "warning") and self.named
 
 
 def ask(mutation: Mutation) -> Verdict:
-    """Loads and checks a text, as a command would before it compiles."""
-    said: list[str] = []
+    """Load and check a text, as a command does before it compiles."""
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("jaxscale")
     log.addHandler(handler)
     try:
         with gin_config.isolated():
             gin_config.load(bindings=[mutation.text])
             config = typing.cast(TrainConfig, gin_config.call("train"))
-            said += [f"nothing reads the binding {name}" for name in gin_config.unused()]
-        if not said:
+            messages += [f"nothing reads the binding {name}" for name in gin_config.unused()]
+        if not messages:
             layout = None if config.layout is None else config.layout.abstract()
             check(dataclasses.replace(config, layout=layout))
-        outcome = "warning" if said else "silent"
+        outcome = "warning" if messages else "silent"
     except (JaxscaleError, KernelError) as e:
-        said, outcome = [str(e)], "error"
-    except Exception as e:  # whatever a user would see as a traceback
-        said, outcome = [f"{type(e).__name__}: {e}"], "traceback"
+        messages, outcome = [str(e)], "error"
+    except Exception as e:  # what a user would see as a traceback
+        messages, outcome = [f"{type(e).__name__}: {e}"], "traceback"
     finally:
         log.removeHandler(handler)
-    text = " | ".join(said)
+    text = " | ".join(messages)
     return Verdict(outcome, any(w in text for w in mutation.words), text)
 
 
@@ -101,7 +101,7 @@ def ask(mutation: Mutation) -> Verdict:
 
 
 def pool(file: Path, random_: random.Random) -> Iterator[Mutation]:
-    """Every mistake known for a file, in no order that matters."""
+    """Yield every mistake that this experiment can make in a file, in no particular order."""
     text = file.read_text()
     lines = [m for line in text.splitlines() if (m := LINE.match(line))]
     model = next(m[3] for m in lines if (m[1], m[2]) == ("train", "model")).strip("@()")
@@ -137,7 +137,7 @@ def pool(file: Path, random_: random.Random) -> Iterator[Mutation]:
         yield plus("indivisible size", f'Layout.mesh = "{axis}={size}"', str(size))
     for name, size in (("batch_size", 3), ("batch_size", 97), ("accumulate", 7), ("accumulate", 31)):
         yield plus("indivisible size", f"train.{name} = {size}", str(size))
-    cut = (("hidden", 1001), ("vocab", 257)) if "tensor=" in mesh else ()  # by tensor alone
+    cut = (("hidden", 1001), ("vocab", 257)) if "tensor=" in mesh else ()  # sharded over tensor only
     for name, size in (("heads", 7), ("heads", 5), ("kv_heads", 3), ("width", 131), *cut):
         yield plus("indivisible size", f"{model}.{name} = {size}", str(size))
 
@@ -156,7 +156,7 @@ def pool(file: Path, random_: random.Random) -> Iterator[Mutation]:
 
 
 def no_effects(model: str, steps: int) -> list[tuple[str, str]]:
-    """Lines that change nothing in any of the files, and a word of what has to be said of each."""
+    """Return lines without effect in any of the files, each with a word that the warning has to contain."""
     eight_bit = "train.optimizer = @AdamW8bit()\nAdamW8bit.storage = @EightBit()"
     memory = f"{model}.memory = @MemoryPolicy()"
     return [
@@ -191,7 +191,7 @@ def no_effects(model: str, steps: int) -> list[tuple[str, str]]:
 
 
 def misspelt(word: str, random_: random.Random) -> str:
-    """A word with two letters exchanged, one left out or one written twice."""
+    """Return a word with two letters exchanged, one left out or one doubled."""
     while True:
         i = random_.randrange(len(word))
         new = random_.choice((
@@ -204,14 +204,14 @@ def misspelt(word: str, random_: random.Random) -> str:
 
 
 def wrong_values(hint: Any) -> list[str]:
-    """gin literals that an annotation does not allow."""
+    """Return gin literals that an annotation does not allow."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     kinds = {typing.get_origin(o) or o for o in options}
-    found = [] if str in kinds else ["'x'"]
-    found += [] if kinds & {int, float} else ["12"]
-    found += ["1.5"] if int in kinds and float not in kinds else []
-    found += [] if kinds & {dict, Any} else ["{'a': 1}"]
-    return found
+    wrong = [] if str in kinds else ["'x'"]
+    wrong += [] if kinds & {int, float} else ["12"]
+    wrong += ["1.5"] if int in kinds and float not in kinds else []
+    wrong += [] if kinds & {dict, Any} else ["{'a': 1}"]
+    return wrong
 
 
 def _literal(value: Any) -> bool:
@@ -222,29 +222,29 @@ def _literal(value: Any) -> bool:
 
 
 def chosen(count: int, seed: int) -> list[Mutation]:
-    """So many mistakes, as evenly of each kind and file as there are."""
+    """Return `count` mistakes, spread as evenly as possible over kinds and files."""
     random_ = random.Random(seed)
     by_kind: dict[tuple[str, str], list[Mutation]] = {}
     for file in FILES:
         for one in pool(file, random_):
             by_kind.setdefault((one.kind, one.file), []).append(one)
-    for found in by_kind.values():
-        random_.shuffle(found)
+    for mistakes in by_kind.values():
+        random_.shuffle(mistakes)
     picked: list[Mutation] = []
     while len(picked) < count and any(by_kind.values()):
-        for found in by_kind.values():
-            picked += [found.pop()] if found and len(picked) < count else []
+        for mistakes in by_kind.values():
+            picked += [mistakes.pop()] if mistakes and len(picked) < count else []
     return picked
 
 
 def main() -> None:
-    """Asks them all, prints a table and writes results/fuzz.json."""
+    """Check all mistakes, print a table and write results/fuzz.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mutations", type=int, default=300)
     args = parser.parse_args()
     start = time.perf_counter()
-    for file in FILES:  # as shipped, nothing is said of them
+    for file in FILES:  # as shipped, they cause no warning
         sound = ask(Mutation("none", file.name, file.read_text(), (), "none"))
         assert sound.outcome == "silent", (file, sound)
     verdicts = [(m, ask(m)) for m in chosen(args.mutations, args.seed)]

@@ -1,7 +1,7 @@
-"""Processes to be killed: forked from one that has imported everything, so that a life costs a second and not five.
+"""Processes that are killed: forked from one that has imported everything, so that a start takes one second, not five.
 
-The parent never touches a device. A child pins its devices, joins the others where there are several, and runs a
-function; nothing of what it does is told to the parent except through files, as of any process that was killed.
+The parent never uses a device. A child simulates its devices, joins the others where there are several, and runs a
+function; it returns results to the parent only through files, since it may be killed at any time.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import jaxscale.train
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 for late in ("jax.experimental.multihost_utils", "rich.console", "rich.table", "einops"):
-    importlib.import_module(late)  # what a run imports when it comes to it
+    importlib.import_module(late)  # what a run would import later
 
 
 def configure(cache: Path) -> None:
-    """Of the parent, before any child: a compile cache that all share, and small programs compiled quickly."""
+    """Configure the parent before it forks: a shared compilation cache, and fast compilation without optimisation."""
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(cache)))
@@ -37,13 +37,13 @@ def configure(cache: Path) -> None:
 
 
 def start(run: Callable[[], None], processes: int, devices: int, log: Path) -> list[int]:
-    """Forks `processes` children that run a function, together when there are several; their process ids.
+    """Fork children that run a function, joined by `init_distributed` where there are several; return their ids.
 
     Args:
-      run: what each does.
-      processes: how many.
-      devices: simulated ones of each.
-      log: what they print goes there.
+      run: the function.
+      processes: number of children.
+      devices: simulated devices of each child.
+      log: file for what they print.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -78,23 +78,23 @@ def _live(run: Callable[[], None], number: int, processes: int, devices: int, ad
 
 
 def kill(children: Sequence[int]) -> None:
-    """SIGKILL, to children that may be dead already, and not yet waited for."""
+    """Send SIGKILL to children; they may be dead already, but nobody has waited for them yet."""
     for child in children:
         os.kill(child, signal.SIGKILL)
 
 
 def wait(children: Sequence[int]) -> list[int]:
-    """Waits for their ends: exit codes, negative for a signal."""
+    """Wait for children to end; return their exit codes, negative for a signal."""
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
 def is_dead(child: int) -> bool:
-    """Whether it has ended; it can still be waited for."""
+    """Return whether a child has ended; it can still be waited for."""
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def until(condition: Callable[[], bool], children: Sequence[int], seconds: float = 120) -> bool:
-    """Waits for a condition, looking as often as it can; whether it came before a child's end and the limit."""
+    """Poll a condition as fast as possible; return whether it held before a child ended and the time was over."""
     end, looks = time.monotonic() + seconds, 0
     while not condition():
         looks += 1

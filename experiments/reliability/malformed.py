@@ -1,13 +1,13 @@
-"""Folders that others wrote, changed in one place: is each read right, or refused in one sentence?
+"""Change folders in one place: test that readers return the right result or refuse with one sentence.
 
     python -m experiments.reliability.malformed --mutations 10000 --seconds 480
 
-Eight readers, each with a sound folder that nothing was trained for. A mutation (see `mutations.py`) is chosen by seed,
-reader and number alone, so a command that was stopped goes on where it was. The ends:
+Eight readers, each with an intact folder; nothing is trained for them. A mutation (see `mutations.py`) depends only on
+seed, reader and number, so a command that was stopped continues where it was. The outcomes:
 
-  right      the same values as of the sound folder: what changed decides nothing
-  sentence   one of our errors; of a report, a sentence on the page
-  changed    other values, since the file now says so (digests of files are another study)
+  right      the same values as from the intact folder: the change has no effect
+  sentence   one of our errors; for a report, a sentence on the page
+  changed    other values, because the file now contains them (`corruption.py` tests digests of files)
   TRACEBACK  any other exception        HANG  no end within the limit        CRASH  the process ended
 """
 
@@ -46,9 +46,9 @@ from jaxscale.sweep.table import Result
 
 RESULTS = Path(__file__).parent / "results" / "malformed.json"
 LIMIT = 10.0
-"""Seconds after which a reader hangs."""
+"""Seconds after which a reader counts as hanging."""
 MEMORY = 3 * 2**30
-"""Bytes that a process may take; a reader of a device without an end takes more."""
+"""Bytes that a process may use; reading an endless device such as /dev/zero exceeds them."""
 BAD = ("TRACEBACK", "HANG", "CRASH")
 
 CONFIG = {
@@ -60,11 +60,11 @@ CONFIG = {
 }  # fmt: skip
 
 
-# --- sound folders ----------------------------------------------------------------------------------------------------
+# --- intact folders ---------------------------------------------------------------------------------------------------
 
 
 def save_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Writes a safetensors file."""
+    """Write a safetensors file."""
     with file.open("wb") as out:
         write_header(out, {name: (x.dtype, x.shape) for name, x in tensors.items()})
         for x in tensors.values():
@@ -72,7 +72,7 @@ def save_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
 
 
 def make_model(folder: Path) -> None:
-    """A Llama of two layers with a tokenizer of words."""
+    """Write a Llama of two layers with a word-level tokenizer."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     shapes = {"model.embed_tokens": (16, 16), "model.norm": (16,), "lm_head": (16, 16)}
@@ -101,7 +101,7 @@ def make_model(folder: Path) -> None:
 
 
 def make_adapters(folder: Path) -> None:
-    """LoRA on the queries of both layers."""
+    """Write LoRA adapters for the query projections of both layers."""
     folder.mkdir()
     rng = np.random.default_rng(1)
     names = [f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_" for n in range(2)]
@@ -113,7 +113,7 @@ def make_adapters(folder: Path) -> None:
 
 
 def make_run(folder: Path, model: Path) -> None:
-    """A run with a checkpoint, three steps of numbers and a sample."""
+    """Write a run with a checkpoint, metrics of three steps and a sample."""
     import_checkpoint(model, folder, say=lambda text: None)
     rows = [{"step": n, "loss": 3.0 - n, "eval_loss": 3.1 - n, "lr": 1e-3, "tokens_per_second": 100.0 + n,
              "model_flops_per_second": 1e9, "time": 1.0 * n} for n in range(1, 4)]  # fmt: skip
@@ -122,7 +122,7 @@ def make_run(folder: Path, model: Path) -> None:
 
 
 def make_sweep(folder: Path, run: Path) -> None:
-    """Three trials of a sweep, one of them under way."""
+    """Write a sweep of three trials, one of them unfinished."""
     (folder / "jobs").mkdir(parents=True)
     (folder / "sweep.gin").write_text("sweep.axes = {'train.lr': (0.1, 0.2, 0.3)}\nsweep.objective = 'eval_loss'\n")
     trials = [{"id": n, "bindings": {"train.lr": f"{0.1 * (n + 1):.1f}"}, "until": None, "time": 1.0} for n in range(3)]
@@ -143,10 +143,10 @@ def make_sweep(folder: Path, run: Path) -> None:
 
 
 class Folders:
-    """Sound folders, and for each reader its files and what it gives.
+    """Intact folders, and for each reader its folder, the files to change and the function that reads them.
 
     Args:
-      root: an empty folder; results of different roots are equal.
+      root: an empty folder; readers return equal results for different roots.
     """
 
     def __init__(self, root: Path):
@@ -194,60 +194,68 @@ class Folders:
         return run.info, repr(run.config), run.metrics(), manifest, None if own is None else own.end_ids
 
     def _sweep(self) -> Any:
-        found = Result(self.root / "sweep")
-        return found.table(), found.best()
+        sweep = Result(self.root / "sweep")
+        return sweep.table(), sweep.best()
 
     def _report(self) -> Any:
-        said: list[str] = []
-        text = report(self.root / "sweep", self.root / "out", pictures=False, tell=said.append).read_text()
+        messages: list[str] = []
+        text = report(self.root / "sweep", self.root / "out", pictures=False, tell=messages.append).read_text()
         if "unreadable: " in text:
             raise JaxscaleError("on the page")
-        return said, text.partition("Made by jaxscale")[0]
+        return messages, text.partition("Made by jaxscale")[0]
 
     def _model(self) -> Any:
-        said: list[str] = []
-        found = open_pretrained(self.model, say=said.append)
+        messages: list[str] = []
+        opened = open_pretrained(self.model, say=messages.append)
         own = Companions(self.model)
         whole = {
-            name: found.arrays.read(name, [tuple((0, n) for n in b.shape)]) for name, b in found.arrays.leaves.items()
+            name: opened.arrays.read(name, [tuple((0, n) for n in b.shape)]) for name, b in opened.arrays.leaves.items()
         }
-        return found.config, found.length, _bytes_of(whole), own.end_ids, own.choice, said
+        return opened.config, opened.length, _bytes_of(whole), own.end_ids, own.choice, messages
 
     def _tensors(self) -> Any:
-        found = SafeTensors(self.model)
+        file = SafeTensors(self.model)
         values = {}
-        for name in found:
-            with found.reading(name) as x:
+        for name in file:
+            with file.reading(name) as x:
                 values[name] = (x.shape, x.dtype.name, x.tobytes())
         return values
 
     def _tokenizer(self) -> Any:
-        found = Companions(self.model).tokenizer
-        assert isinstance(found, HFTokenizer)
-        ids = found.encode("hello world a zzz")
-        pieces = [found.token_bytes(int(i)) for i in ids]
-        return ids.tolist(), found.decode(ids), found.eos_id, found.vocab_size, found.opening, found.special, pieces
+        tokenizer = Companions(self.model).tokenizer
+        assert isinstance(tokenizer, HFTokenizer)
+        ids = tokenizer.encode("hello world a zzz")
+        pieces = [tokenizer.token_bytes(int(i)) for i in ids]
+        return (
+            ids.tolist(),
+            tokenizer.decode(ids),
+            tokenizer.eos_id,
+            tokenizer.vocab_size,
+            tokenizer.opening,
+            tokenizer.special,
+            pieces,
+        )
 
     def _adapters(self) -> Any:
-        found = open_pretrained(self.model, adapters=self.adapters, say=lambda text: None).arrays
+        arrays = open_pretrained(self.model, adapters=self.adapters, say=lambda text: None).arrays
         name = "params/runs/0/blocks/0/attn/q/kernel"
-        return _bytes_of({name: found.read(name, [tuple((0, n) for n in found.leaves[name].shape)])})
+        return _bytes_of({name: arrays.read(name, [tuple((0, n) for n in arrays.leaves[name].shape)])})
 
 
 def _bytes_of(arrays: dict[str, Any]) -> Any:
     return {name: [(x.shape, x.tobytes()) for x in parts.values()] for name, parts in arrays.items()}
 
 
-# --- trying -----------------------------------------------------------------------------------------------------------
+# --- trials -----------------------------------------------------------------------------------------------------------
 
 
 class Hang(BaseException):
-    """The limit is over."""
+    """The time limit is over."""
 
 
 @contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Raises `Hang` in whatever is inside for longer."""
+    """Raise `Hang` in the block when it takes longer than `seconds`."""
 
     def ring(number: int, frame: Any) -> None:
         raise Hang
@@ -262,23 +270,23 @@ def limit(seconds: float) -> Iterator[None]:
 
 
 def attempt(read: Callable[[], Any], sound: str) -> tuple[str, str]:
-    """How a reader ends, and what it says."""
+    """Call a reader; return the outcome and the message."""
     try:
         with limit(LIMIT):
-            found = repr(read())
+            result = repr(read())
     except JaxscaleError as e:
         return ("sentence", str(e)) if len(str(e)) < 3000 else ("TRACEBACK", f"{len(str(e))} letters: {str(e)[:100]}")
     except Hang:
         return "HANG", ""
-    except BaseException as e:  # noqa: BLE001  # what a person would see as a traceback
+    except BaseException as e:  # noqa: BLE001  # what a user would see as a traceback
         if isinstance(e, KeyboardInterrupt):
             raise
         return "TRACEBACK", f"{type(e).__name__}: {str(e)[:200]}"
-    return ("right" if found == sound else "changed"), ""
+    return ("right" if result == sound else "changed"), ""
 
 
 def tried(folders: Folders, reader: str, numbers: range, seed: int = 0) -> Iterator[tuple[int, str, str, str]]:
-    """Number, end, mutation and message of each."""
+    """Yield (number, outcome, mutation, message) of each mutation."""
     folder, names, read = folders.readers[reader]
     sound = repr(read())
     for number in numbers:
@@ -294,13 +302,18 @@ def tried(folders: Folders, reader: str, numbers: range, seed: int = 0) -> Itera
 
 
 def main() -> None:
-    """Tries them in a process for each reader, prints a table and writes results/malformed.json."""
+    """Try mutations in a process for each reader, print a table and write results/malformed.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mutations", type=int, default=1000, help="of each reader")
-    parser.add_argument("--seconds", type=float, default=600.0, help="in all; what is left goes on next time")
-    parser.add_argument("--only", help="one reader")
-    parser.add_argument("--again", action="store_true", help="from the first mutation on")
+    parser.add_argument("--mutations", type=int, default=1000, help="mutations for each reader (default %(default)s)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=600.0,
+        help="time for all readers; the next call continues (default %(default)s)",
+    )
+    parser.add_argument("--only", help="only this reader")
+    parser.add_argument("--again", action="store_true", help="start again from the first mutation")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -322,7 +335,7 @@ def main() -> None:
 
 
 def run_worker(args: argparse.Namespace, name: str, one: dict[str, Any], share: float) -> None:
-    """Lets processes of their own go on with a reader's mutations; one that ends is a crash."""
+    """Continue a reader's mutations in other processes; one that dies counts as a crash."""
     end = time.monotonic() + share
     while one["done"] < args.mutations and time.monotonic() < end:
         job = json.dumps([name, one["done"], max(1.0, end - time.monotonic())])
@@ -331,11 +344,11 @@ def run_worker(args: argparse.Namespace, name: str, one: dict[str, Any], share: 
         worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert worker.stdout is not None
         for line in worker.stdout:
-            told = json.loads(line)
-            one["done"] = told["done"]
-            one["ends"] = dict(Counter(one["ends"]) + Counter(told["ends"]))
-            one["bad"] += told["bad"]
-            one["seconds"] = round(one["seconds"] + told["seconds"], 3)
+            progress = json.loads(line)
+            one["done"] = progress["done"]
+            one["ends"] = dict(Counter(one["ends"]) + Counter(progress["ends"]))
+            one["bad"] += progress["bad"]
+            one["seconds"] = round(one["seconds"] + progress["seconds"], 3)
         if worker.wait() != 0:
             one["ends"] = dict(Counter(one["ends"]) + Counter(["CRASH"]))
             one["bad"].append([one["done"], "CRASH", f"exit code {worker.returncode}", ""])
@@ -343,7 +356,7 @@ def run_worker(args: argparse.Namespace, name: str, one: dict[str, Any], share: 
 
 
 def work(args: argparse.Namespace) -> None:
-    """Goes on with one reader's mutations and writes a line for every fifty."""
+    """Continue one reader's mutations and print a line of JSON for every fifty."""
     name, first, seconds = json.loads(args.worker)
     end = time.monotonic() + seconds
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
@@ -354,14 +367,14 @@ def work(args: argparse.Namespace) -> None:
             for one in tried(folders, name, range(begin, min(begin + 50, args.mutations)), args.seed):
                 ends[one[1]] += 1
                 bad += [one] if one[1] in BAD else []
-            told = {"done": min(begin + 50, args.mutations), "ends": ends, "bad": bad}
-            print(json.dumps({**told, "seconds": time.process_time() - start}), flush=True)
+            progress = {"done": min(begin + 50, args.mutations), "ends": ends, "bad": bad}
+            print(json.dumps({**progress, "seconds": time.process_time() - start}), flush=True)
             if time.monotonic() > end:
                 return
 
 
 def table(state: dict[str, Any]) -> str:
-    """The ends by reader, as Markdown."""
+    """Return the outcomes by reader as a Markdown table."""
     ends = ("right", "sentence", "changed", *BAD)
     lines = [f"| reader | mutations | {' | '.join(ends)} | CPU s |", "|---" * (len(ends) + 3) + "|"]
     for name, one in state["readers"].items():

@@ -1,4 +1,4 @@
-"""Ways in which a folder of somebody else's may be wrong: damage to bytes, and texts that say strange things."""
+"""Ways in which somebody else's folder may be wrong: damaged bytes, and valid text with strange values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVIL: tuple[Any, ...] = (
     "a\0b",
     "x" * 5000, "\n", [], {}, [None], [[]], [-1], [0] * 40, [10**12] * 3, ["a", 1], {"a": {"b": []}}, {"": ""},
 )  # fmt: skip
-"""Values in the place of another."""
+"""Values that replace another."""
 
 GIN = (
     "None", "True", "0", "-1", "1000000", "10**9", "1e999", "-1e999", "0.5", "''", "'a'", "'\\ud800'", "()",
@@ -39,20 +39,20 @@ LINES = (
 
 
 def mutate(folder: Path, names: list[str], rng: random.Random, spare: Path) -> tuple[str, Undo]:
-    """Changes one file of a folder.
+    """Change one file of a folder.
 
     Args:
       folder: the folder.
-      names: of files that may be changed.
-      rng: chooses.
-      spare: an empty place beside the folder.
+      names: files that may be changed.
+      rng: random numbers that choose the change.
+      spare: an unused path beside the folder.
 
     Returns:
-      what was changed, in words, and what takes it back.
+      A description of the change, and a function that undoes it.
     """
     name = rng.choice(names)
     path = folder / name
-    kept = path.read_bytes()
+    content = path.read_bytes()
     ways = [_bytes] * 3 + [_kind] + _TEXTS.get(path.suffix, []) * 8
     ways += [_header] * 8 if path.suffix == ".safetensors" else []
     change = rng.choice(ways)(path, rng)
@@ -62,120 +62,120 @@ def mutate(folder: Path, names: list[str], rng: random.Random, spare: Path) -> t
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-        path.write_bytes(kept)
+        path.write_bytes(content)
 
     return f"{name}: {change}", undo
 
 
-# --- bytes, and what is no file ---------------------------------------------------------------------------------------
+# --- bytes, and things that are not files -----------------------------------------------------------------------------
 
 
 def _bytes(path: Path, rng: random.Random) -> str:
     data = bytearray(path.read_bytes())
     at = rng.randrange(max(1, len(data)))
     end = min(len(data), at + rng.choice((1, 4, 64, 1000)))
-    how = rng.choice(("bit", "truncated", "cut", "twice", "noise", "zeros", "empty", "appended", "nested", "latin"))
-    if how == "bit":
+    kind = rng.choice(("bit", "truncated", "cut", "twice", "noise", "zeros", "empty", "appended", "nested", "latin"))
+    if kind == "bit":
         data[at] ^= 1 << rng.randrange(8)
-    elif how == "truncated":
+    elif kind == "truncated":
         del data[at:]
-    elif how == "cut":
+    elif kind == "cut":
         del data[at:end]
-    elif how == "twice":
+    elif kind == "twice":
         data[at:at] = data[at:end]
-    elif how == "noise":
+    elif kind == "noise":
         data[at:end] = rng.randbytes(end - at)
-    elif how == "zeros":
+    elif kind == "zeros":
         data[at:end] = bytes(end - at)
-    elif how == "empty":
+    elif kind == "empty":
         data.clear()
-    elif how == "appended":
+    elif kind == "appended":
         data += rng.randbytes(rng.choice((1, 8, 500)))
-    elif how == "nested":
+    elif kind == "nested":
         data[:] = rng.choice((b"[", b'{"a":', b"a = [", b"((")) * 3000
     else:
         data[at:end] = "é\u2028".encode("utf-16")
     path.write_bytes(bytes(data))
-    return f"{how} at {at}"
+    return f"{kind} at {at}"
 
 
 def _kind(path: Path, rng: random.Random) -> str:
-    how = rng.choice(("missing", "pipe", "folder", "device", "loop", "dangling", "elsewhere", "unreadable"))
-    if how == "unreadable":
+    kind = rng.choice(("missing", "pipe", "folder", "device", "loop", "dangling", "elsewhere", "unreadable"))
+    if kind == "unreadable":
         path.chmod(0)
-        return how
+        return kind
     path.unlink()
-    if how == "pipe":
+    if kind == "pipe":
         os.mkfifo(path)
-    elif how == "folder":
+    elif kind == "folder":
         path.mkdir()
-    elif how != "missing":
-        to = {"device": "/dev/zero", "loop": path, "dangling": "/nowhere", "elsewhere": "/etc/hostname"}[how]
+    elif kind != "missing":
+        to = {"device": "/dev/zero", "loop": path, "dangling": "/nowhere", "elsewhere": "/etc/hostname"}[kind]
         path.symlink_to(to)
-    return how
+    return kind
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
 def changed_json(value: Any, rng: random.Random) -> tuple[str, str]:
-    """A JSON text of a value that differs in one place, and what differs."""
+    """Return a JSON text that differs from a value in one place, and a description of the difference."""
     value = json.loads(json.dumps(value))
     places = _places(value)
     if not places:
         return json.dumps(rng.choice(EVIL)), "other"
     holder, key = rng.choice(places)
-    how = rng.choice(("swap", "swap", "swap", "delete", "rename", "twice", "number", "nest", "copy", "add", "root"))
+    kind = rng.choice(("swap", "swap", "swap", "delete", "rename", "twice", "number", "nest", "copy", "add", "root"))
     mark = "\ue000"
     evil = rng.choice(EVIL)
     text = ""
-    if how == "root":
+    if kind == "root":
         return json.dumps(evil), f"all is {evil!r:.40}"
-    if how == "delete":
+    if kind == "delete":
         del holder[key]
-    elif how == "rename" and isinstance(holder, dict):
+    elif kind == "rename" and isinstance(holder, dict):
         holder[f"{key}x" if rng.random() < 0.5 else ""] = holder.pop(key)
-    elif how == "twice" and isinstance(holder, dict):
+    elif kind == "twice" and isinstance(holder, dict):
         holder[mark] = evil
         text = json.dumps(value).replace(json.dumps(mark), json.dumps(key))
-    elif how == "number" and isinstance(holder[key], int | float) and not isinstance(holder[key], bool):
+    elif kind == "number" and isinstance(holder[key], int | float) and not isinstance(holder[key], bool):
         factor = rng.choice((-1, 0, 2, 0.5, 10**6, 10**12, float("nan")))
         new = holder[key] * factor
         holder[key] = int(new) if isinstance(holder[key], int) and new == new and rng.random() < 0.7 else new
-    elif how == "nest":
+    elif kind == "nest":
         opening, closing = rng.choice((("[", "]"), ('{"a": ', "}")))
         holder[key] = mark
         deep = rng.choice((60, 150, 950, 3000, 100_000))
         text = json.dumps(value).replace(json.dumps(mark), opening * deep + "0" + closing * deep)
-    elif how == "copy":
+    elif kind == "copy":
         other, name = rng.choice(places)
         holder[key] = other[name]
         try:
             text = json.dumps(value)
-        except ValueError:  # a value in itself
+        except ValueError:  # a value that contains itself
             holder[key] = 0
-    elif how == "add":
+    elif kind == "add":
         target = holder if isinstance(holder, dict) else None
         if target is not None:
             target[rng.choice(("x", "", "a/b", "../x", "\ud800", "y" * 300))] = evil
         else:
             holder.insert(rng.randrange(len(holder) + 1), evil)
     else:
-        how = "swap"
+        kind = "swap"
         holder[key] = evil
-    return text or json.dumps(value), f"{how} {key!r:.40} {evil!r:.40}"
+    return text or json.dumps(value), f"{kind} {key!r:.40} {evil!r:.40}"
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) of a value."""
-    found: list[tuple[Any, Any]] = []
+    """Return every (container, key) in a value."""
+    places: list[tuple[Any, Any]] = []
     todo = [value]
     while todo:
         one = todo.pop()
         keys = list(one) if isinstance(one, dict) else range(len(one)) if isinstance(one, list) else ()
-        found += [(one, key) for key in keys]
+        places += [(one, key) for key in keys]
         todo += [one[key] for key in keys]
-    return found
+    return places
 
 
 def _json(path: Path, rng: random.Random) -> str:
@@ -186,13 +186,13 @@ def _json(path: Path, rng: random.Random) -> str:
         return change
     try:
         path.write_text(seal(json.loads(text)))
-    except (RecursionError, ValueError, TypeError):  # nested too deep, or no object
+    except (RecursionError, ValueError, TypeError):  # nested too deep, or not an object
         path.write_text(text)
     return f"sealed, {change}"
 
 
 def _opened(path: Path) -> tuple[Any, Callable[[Any], str] | None]:
-    """The value in a file of JSON, and what seals another one in its place; `None` of a file that has no seal."""
+    """Return the value in a JSON file, and the function that seals another value; `None` where it has no seal."""
     from jaxscale import seals
 
     if path.name == "manifest.json":
@@ -204,22 +204,22 @@ def _opened(path: Path) -> tuple[Any, Callable[[Any], str] | None]:
 def _lines(path: Path, rng: random.Random) -> str:
     lines = path.read_text().splitlines()
     at = rng.randrange(len(lines))
-    how = rng.choice(("change", "change", "change", "delete", "twice", "swap", "torn", "noise"))
+    kind = rng.choice(("change", "change", "change", "delete", "twice", "swap", "torn", "noise"))
     change = ""
-    if how == "change":
+    if kind == "change":
         lines[at], change = changed_json(json.loads(lines[at]), rng)
-    elif how == "delete":
+    elif kind == "delete":
         del lines[at]
-    elif how == "twice":
+    elif kind == "twice":
         lines.insert(at, lines[at])
-    elif how == "swap":
+    elif kind == "swap":
         lines[at], lines[-1] = lines[-1], lines[at]
-    elif how == "torn":
+    elif kind == "torn":
         lines[at] = lines[at][: len(lines[at]) // 2]
     else:
         lines.insert(at, json.dumps(rng.choice(EVIL)))
     path.write_text("\n".join(lines) + "\n")
-    return f"line {at} {how} {change}"
+    return f"line {at} {kind} {change}"
 
 
 # --- gin, safetensors -------------------------------------------------------------------------------------------------
@@ -232,25 +232,25 @@ def _gin(path: Path, rng: random.Random) -> str:
     lines = text.splitlines()
     at = rng.choice([n for n, line in enumerate(lines) if " = " in line])
     name, _, value = lines[at].partition(" = ")
-    how = rng.choice(("value", "value", "value", "delete", "name", "again", "line", "scope"))
+    kind = rng.choice(("value", "value", "value", "delete", "name", "again", "line", "scope"))
     new = rng.choice(GIN)
-    if how == "value":
+    if kind == "value":
         lines[at] = f"{name} = {new}"
-    elif how == "delete":
+    elif kind == "delete":
         del lines[at]
-    elif how == "name":
+    elif kind == "name":
         cut = rng.randrange(len(name))
         lines[at] = f"{name[:cut]}{name[cut + 1 :]} = {value}"
-    elif how == "again":
+    elif kind == "again":
         lines.append(f"{name} = {new}")
-    elif how == "scope":
+    elif kind == "scope":
         lines[at] = f"x/{name} = {value}"
     else:
         new = rng.choice(LINES)
         lines.insert(at, new)
     text = "\n".join(lines) + "\n"
     path.write_bytes((seal_text(text) if sealed else text).encode("utf-8", "replace"))
-    return f"{how} {name} {new:.40}"
+    return f"{kind} {name} {new:.40}"
 
 
 def _header(path: Path, rng: random.Random) -> str:

@@ -1,4 +1,4 @@
-"""Processes that train together, and what puts faults into their live buffers."""
+"""Run processes that train together, and put faults into their live buffers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from experiments.reliability import lives
 
 
 def together(life: Callable[[], None], processes: int, devices: int) -> None:
-    """Runs `life` in each of so many processes, joined where there are several, and waits for them all.
+    """Run `life` in each of several processes, joined by `init_distributed`, and wait for them all.
 
     Raises:
-      AssertionError: one did not end well; with what they printed.
+      AssertionError: one failed; has what they printed.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -26,12 +26,12 @@ def together(life: Callable[[], None], processes: int, devices: int) -> None:
 
 
 def changed(x: jax.Array, change: Callable[[np.ndarray], None], device: int | None = None) -> jax.Array:
-    """An array of which this process's own buffers, or one device's, are changed in place; the others' stay.
+    """Return a copy of an array whose shards in this process, or on one of its devices, are changed.
 
     Args:
       x: the array.
-      change: writes into a buffer's copy.
-      device: its id; `None` is all of this process's.
+      change: writes into a copy of a shard.
+      device: id of the device; `None` for all devices of this process.
     """
     shards = []
     for shard in x.addressable_shards:
@@ -45,7 +45,7 @@ def changed(x: jax.Array, change: Callable[[np.ndarray], None], device: int | No
 def at_step(
     take: Any, faults: dict[int, Callable[[Any, dict[str, jax.Array]], tuple[Any, dict[str, jax.Array]]]]
 ) -> Any:
-    """`Loop._take` with faults: each changes the state and the batch of one step (from 1), the first time only."""
+    """Return `Loop._take` with faults: each changes state and batch of one step (from 1), the first time only."""
     left = dict(faults)
 
     def faulty(self: Any, state: Any, done: int) -> Any:

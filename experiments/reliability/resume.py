@@ -1,11 +1,11 @@
-"""Train 40 steps; train 20, be killed, train on: every bit is the same, for each way of laying a model out.
+"""Train 40 steps without interruption, or be killed and resume: every bit is the same, for each kind of layout.
 
     python -m experiments.reliability.resume --seed 0
 
-For each recipe three processes of eight simulated devices: one that trains to the end, one that is killed (SIGKILL)
-some steps after the checkpoint of step 20, and one that goes on from there, having built models, optimizers and layouts
-of other recipes before its own, in an order of its own. Compared are SHA-256 digests of every array of the state
-(parameters, optimizer, random key, what the guards remember), and which rows come next.
+For each recipe three processes with eight simulated devices: one trains to the end, one is killed (SIGKILL) some steps
+after the checkpoint of step 20, and one resumes from there, after building models, optimizers and layouts of other
+recipes in random order. Compared are SHA-256 digests of every array of the state (parameters, optimizer, random key,
+state of the guards), and of the rows that come next.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ RECIPES: dict[str, dict[str, Any]] = {
     ),
     "accumulation": dict(layout="data=2", accumulate=4),
 }
-"""What differs from the settings that all share."""
+"""Recipe -> settings that differ from the common ones."""
 
 
 def config_of(name: str) -> js.TrainConfig:
-    """The settings of a recipe, made anew."""
+    """Return a new config of a recipe."""
     made = {k: v() if callable(v) else v for k, v in RECIPES[name].items()}
     settings: dict[str, Any] = dict(
         model=_model(),
@@ -84,28 +84,28 @@ def config_of(name: str) -> js.TrainConfig:
 
 
 def digests(run: js.Run) -> dict[str, str]:
-    """SHA-256 of every array of a run's last state, and of the rows that would come next."""
-    found = {}
+    """Return the SHA-256 of every array of a run's last state, and of the rows that would come next."""
+    digest_of = {}
     assert run.state is not None
     for path, x in jax.tree_util.tree_leaves_with_path(run.state):
         bits = jax.random.key_data(x) if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-        found[jax.tree_util.keystr(path)] = hashlib.sha256(np.asarray(bits).tobytes()).hexdigest()
+        digest_of[jax.tree_util.keystr(path)] = hashlib.sha256(np.asarray(bits).tobytes()).hexdigest()
     position = int(run.state.step)
     source = run.config.data.source(run.config.tokenizer, seq_len=run.config.seq_len, split="train")
     rows = js.data.Loader(source, run.config.batch_size, run.config.seed).ids_at(position)
-    return found | {"data position": hashlib.sha256(f"{position} {rows.tolist()}".encode()).hexdigest()}
+    return digest_of | {"data position": hashlib.sha256(f"{position} {rows.tolist()}".encode()).hexdigest()}
 
 
 # --- lives ------------------------------------------------------------------------------------------------------------
 
 
 def whole(name: str, folder: Path) -> None:
-    """Trains to the end."""
+    """Train to the end."""
     _write(folder, js.fit(config_of(name), run=folder / "run", quiet=True))
 
 
 def killed(name: str, folder: Path) -> None:
-    """Is killed before step `KILLED` is taken, once the checkpoint of step `SAVED` is there."""
+    """Train until just before step `KILLED`, then kill this process once the checkpoint of step `SAVED` exists."""
     take = loop.Loop._take
 
     def dies(self: Any, state: Any, done: int) -> Any:
@@ -120,7 +120,7 @@ def killed(name: str, folder: Path) -> None:
 
 
 def resumed(name: str, folder: Path) -> None:
-    """Goes on, after making other recipes' objects."""
+    """Resume, after building models, optimizers and layouts of other recipes."""
     others = [other for other in RECIPES if other != name]
     random.Random(os.environ["SEED"] + name).shuffle(others)
     for other in others[:3]:
@@ -133,13 +133,13 @@ def _write(folder: Path, run: js.Run) -> None:
 
 
 def live(life: Callable[[str, Path], None], name: str, folder: Path) -> int:
-    """Runs one life in a process of its own; its exit code, negative if killed."""
+    """Run a function in a process of its own; return its exit code, negative if killed."""
     folder.mkdir(parents=True, exist_ok=True)
     return lives.wait(lives.start(lambda: life(name, folder), 1, 8, folder / "log"))[0]
 
 
 def compare(name: str, root: Path) -> dict[str, Any]:
-    """What three lives of a recipe show."""
+    """Run the three processes of a recipe and compare their digests."""
     start = time.perf_counter()
     assert live(whole, name, root / "whole") == 0, (root / "whole" / "log").read_text()[-4000:]
     assert live(killed, name, root / "parts") == -signal.SIGKILL, (root / "parts" / "log").read_text()[-4000:]
@@ -159,10 +159,10 @@ def compare(name: str, root: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compares every recipe, and writes results/resume.json, a recipe at a time; what is there is not done again."""
+    """Compare every recipe that results/resume.json lacks, and write the file after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--again", action="store_true", help="forget earlier results")
+    parser.add_argument("--again", action="store_true", help="ignore earlier results")
     args = parser.parse_args()
     os.environ["SEED"] = str(args.seed)
     file = HERE / "results" / "resume.json"

@@ -1,4 +1,4 @@
-"""The run that faults are tried on: a transformer of 40 thousand parameters on random tokens."""
+"""The run that faults are tested on: a transformer of 40 thousand parameters on random tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jaxscale as js
 
 
 def config(**changes: Any) -> js.TrainConfig:
-    """Its settings, with changes."""
+    """Return its config, with changes."""
     settings: dict[str, Any] = dict(
         model=js.models.Transformer.Config(
             depth=4, width=32, heads=4, kv_heads=2, head_dim=8, hidden=64, vocab=64, tied=False

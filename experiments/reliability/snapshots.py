@@ -1,13 +1,13 @@
-"""What snapshots in memory cost, and that a machine lost with all its memory costs no bit and no disk.
+"""Overhead of snapshots in memory, and recovery without disk, bit for bit, after a machine and its memory are lost.
 
     python experiments/reliability/snapshots.py            # all parts; writes results/snapshots.json
     python experiments/reliability/snapshots.py --part cost
 
-Part "cost" trains the model of the demo (experiments/demo.gin: 8 devices, data=2, fsdp=2, tensor=2) as two processes
-with a snapshot after every step, and reports what share of each step they held up, and the bytes in memory. Part "loss"
-trains a small model as two processes under `jaxscale launch`, with no checkpoint on disk before the end; at step 18
-process 1 is killed and its machine's memory deleted. The parameters at step 30 are compared, bit for bit, with those of
-a run that nothing happened to. There is nothing random but the seed of the runs, 0.
+Part "cost" trains the model of the demo (experiments/demo.gin: 8 devices, data=2, fsdp=2, tensor=2) in two processes
+with a snapshot after every step, and reports the share of each step that snapshots delayed it. Part "loss" trains a
+small model in two processes under `jaxscale launch`, without a checkpoint on disk before the end; at step 18 process 1
+is killed and its machine's memory deleted. The parameters at step 30 are compared, bit for bit, with those of an
+undisturbed run. Nothing is random except by the seed of the runs, 0.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ train.snapshots = @Snapshots()
 
 
 def launch(folder: str, words: list[str], **more: str) -> subprocess.CompletedProcess[str]:
-    """Two processes of a run, in a folder of their own."""
+    """Run `jaxscale launch` with two processes in a folder."""
     cache = {"JAX_COMPILATION_CACHE_DIR": f"{folder}/jax", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     environment = {**os.environ, **cache, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **more}
     command = [sys.executable, "-m", "jaxscale.cli", "launch", "--nproc", "2", "--", "train", *words]
@@ -80,25 +80,25 @@ def launch(folder: str, words: list[str], **more: str) -> subprocess.CompletedPr
 
 
 def rows(folder: str, run: str) -> list[dict[str, float]]:
-    """The metrics of a run, as they were written."""
+    """Return the metrics of a run, one dict for each step."""
     return [json.loads(line) for line in Path(folder, run, "metrics.jsonl").read_text().splitlines()]
 
 
 def cost(steps: int) -> dict[str, object]:
-    """Seconds that snapshots held up each step of the demo's model, and the bytes they keep."""
+    """Measure how long snapshots delay each step of the demo's model."""
     with tempfile.TemporaryDirectory() as folder:
         settings = [f"--gin.train.steps={steps}", "--gin.train.eval_batches=0", "--gin.train.prompt=None"]
         words = [str(ROOT / "experiments" / "demo.gin"), *settings, "--devices", "4", "--quiet"]
         launch(folder, [*words, "--run", "with", "--gin.train.snapshots=@Snapshots()"])
         launch(folder, [*words, "--run", "without"])
-        taken = rows(folder, "with")[3:]
+        measured = rows(folder, "with")[3:]
         tokens = 16 * 128
-        seconds = [tokens / row["tokens_per_second"] for row in taken]
+        seconds = [tokens / row["tokens_per_second"] for row in measured]
         without = [tokens / row["tokens_per_second"] for row in rows(folder, "without")[3:]]
-        stalls = [row["snapshot_seconds"] for row in taken]
+        stalls = [row["snapshot_seconds"] for row in measured]
         share = [stall / (step - stall) for stall, step in zip(stalls, seconds, strict=True)]
         return {
-            "steps": len(taken),
+            "steps": len(measured),
             "step_seconds": round(statistics.median(seconds), 3),
             "step_seconds_without": round(statistics.median(without), 3),
             "stall_seconds": round(statistics.median(stalls), 4),
@@ -108,7 +108,7 @@ def cost(steps: int) -> dict[str, object]:
 
 
 def loss() -> dict[str, object]:
-    """A machine lost at step 18 against none lost: the parameters' bits, and how the run went on."""
+    """Lose a machine at step 18; compare the parameters with those of a run without loss."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "small.gin").write_text(SMALL)
         Path(folder, "fault.py").write_text(FAULT)
@@ -123,12 +123,12 @@ def loss() -> dict[str, object]:
 
         whole, lost = (jax.tree.leaves(js.load(Path(folder, name)).params()) for name in ("whole", "lost"))
         different = sum(np.asarray(a).tobytes() != np.asarray(b).tobytes() for a, b in zip(whole, lost, strict=True))
-        went_on = [line for line in done.stdout.splitlines() if "snapshot" in line]
+        lines = [line for line in done.stdout.splitlines() if "snapshot" in line]
         return {
             "lost_at_step": FAULT_AT,
             "resumed_with_step": after[0]["step"],
             "seconds_to_that_step": round(after[0]["time"] - begun, 1),
-            "said": went_on,
+            "said": lines,
             "leaves": len(whole),
             "leaves_that_differ": different,
             "left_in_memory": sorted(p.name for p in Path("/dev/shm").glob(f"jaxscale-{os.getuid()}/*")),
@@ -136,9 +136,10 @@ def loss() -> dict[str, object]:
 
 
 def main() -> None:
+    """Run the parts, print them and write results/snapshots.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("cost", "loss"))
-    parser.add_argument("--steps", type=int, default=30, help="of part cost (default 30)")
+    parser.add_argument("--steps", type=int, default=30, help="steps of part cost (default 30)")
     args = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name, part in (("loss", loss), ("cost", lambda: cost(args.steps))):

@@ -1,10 +1,10 @@
-"""kill -9 of a sweep, of its workers or of both, at random moments: is a trial lost, made twice, or made otherwise?
+"""Kill a sweep (SIGKILL), its workers or both at random moments: test that no trial is lost, repeated or different.
 
     python -m experiments.reliability.sweeps --kills 20
 
-Sweeps of six trials on a pool of two processes, each killed again and again until it is done. What it then leaves is
-compared with a sweep that nobody disturbed: the loss of every step, bit for bit; what was asked for; and that a trial's
-folder was not touched any more after it had finished. Sweeps that are in the results are not repeated.
+Sweeps of six trials on a pool of two processes, each killed again and again until it is done. Its folder is then
+compared with that of an undisturbed sweep: the loss of every step, bit for bit; the proposed trials; and that no file
+of a finished trial was written again. Sweeps in the results file are not repeated.
 """
 
 from __future__ import annotations
@@ -39,11 +39,16 @@ VICTIMS = ("sweep", "worker", "both")
 
 
 def main() -> None:
-    """Runs it."""
+    """Run sweeps until they were killed often enough, and print a summary."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=20, help="in all sweeps (default %(default)s)")
     parser.add_argument(
-        "--between", type=float, nargs=2, default=(2, 12), metavar="SECONDS", help="least and most between two kills"
+        "--between",
+        type=float,
+        nargs=2,
+        default=(2, 12),
+        metavar="SECONDS",
+        help="shortest and longest time between two kills",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -63,28 +68,27 @@ def main() -> None:
     kills = sum((Counter(row["kills"]) for row in rows), Counter())
     print(f"| {len(rows)} sweeps | {sum(kills.values())} kills: {dict(kills)} |", end="")
     print(
-        f" {sum(row['lost'] for row in rows)} trials lost | {sum(row['twice'] for row in rows)} asked for twice |",
+        f" {sum(row['lost'] for row in rows)} trials lost | {sum(row['twice'] for row in rows)} proposed twice |",
         end="",
     )
-    print(
-        f" {sum(row['touched'] for row in rows)} touched after their end | {sum(row['other'] for row in rows)} other |"
-    )
+    touched_late, other = sum(row["touched"] for row in rows), sum(row["other"] for row in rows)
+    print(f" {touched_late} written after their end | {other} different |")
 
 
 def start(folder: Path, run: str) -> subprocess.Popen[bytes]:
-    """The command, in a process of its own."""
+    """Start `jaxscale sweep` in a process of its own."""
     words = ["sweep", "lr.gin", "--run", run, "--import", "tests.truth.sweeps", "--quiet"]
-    kept = environment(JAX_PLATFORMS="cpu", JAXSCALE_CACHE=str(folder / "cache"))
-    return subprocess.Popen([sys.executable, "-m", "jaxscale.cli", *words], cwd=folder, env=kept)
+    variables = environment(JAX_PLATFORMS="cpu", JAXSCALE_CACHE=str(folder / "cache"))
+    return subprocess.Popen([sys.executable, "-m", "jaxscale.cli", *words], cwd=folder, env=variables)
 
 
 def disturbed(
     folder: Path, number: int, chance: random.Random, between: tuple[float, float], most: int
 ) -> dict[str, object]:
-    """One sweep, killed until it is done, or `most` times and then left alone.
+    """Run one sweep and kill it until it is done, at most `most` times; return what was lost or repeated.
 
-    Where a start of a process takes as long as the time between two kills, no trial gets any further: a trial that ends
-    three times at one step counts as failed. Choose `between` by the machine.
+    Choose `between` for the machine: where a process takes as long to start as the time between two kills, no trial
+    makes progress, and a trial that ends three times at the same step counts as failed.
     """
     path, began, kills, starts = folder / f"sweep-{number}", time.time(), Counter[str](), 0
     ended: dict[Path, tuple[int, ...]] = {}
@@ -106,13 +110,13 @@ def disturbed(
         if process.wait() == 0:
             break
     whole, got = Result(folder / "whole"), Result(path)
-    asked = Counter(json.loads(line)["id"] for line in (path / "trials.jsonl").read_text().splitlines())
+    proposed = Counter(json.loads(line)["id"] for line in (path / "trials.jsonl").read_text().splitlines())
     rows = got.table()
     return {
         "kills": dict(kills),
         "starts": starts,
         "lost": TRIALS - sum(row["state"] == "finished" for row in rows),
-        "twice": sum(count > 1 for count in asked.values()),
+        "twice": sum(count > 1 for count in proposed.values()),
         "touched": sum(touched(run) != before for run, before in ended.items()),
         "other": sum(losses(got, a) != losses(whole, b) for a, b in zip(rows, whole.table(), strict=True)),
         "seconds": round(time.time() - began),
@@ -121,22 +125,22 @@ def disturbed(
 
 
 def losses(result: Result, row: dict[str, object]) -> list[float]:
-    """Of every step of a run."""
+    """Return the loss of every step of a run."""
     return [r["loss"] for r in result.run(row).metrics()]
 
 
 def finished(path: Path) -> list[Path]:
-    """Folders of the trials that have come to their end."""
+    """Return the folders of finished trials."""
     return [p.parent for p in path.glob("*/outcome.json") if json.loads(p.read_text())["state"] == "finished"]
 
 
 def touched(run: Path) -> tuple[int, ...]:
-    """When each of its files was last written."""
+    """Return when each file of a run was last written."""
     return tuple(p.stat().st_mtime_ns for p in sorted(run.rglob("*")) if p.is_file())
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process has started, from any of its threads."""
+    """Return the ids of the processes that any thread of a process has started."""
     with contextlib.suppress(OSError):
         tasks = Path(f"/proc/{pid}/task").iterdir()
         return [int(word) for task in tasks for word in (task / "children").read_text().split()]

@@ -1,7 +1,7 @@
-"""Draws held-out losses over learning rates, a line per width, and prints them as a table.
+"""Draw held-out losses over learning rates, a line per width, and print them as a table.
 
-python experiments/mup_transfer/figure.py                                # of results/losses.csv
-python experiments/mup_transfer/figure.py runs/mup_transfer/results.csv  # of the sweep
+python experiments/mup_transfer/figure.py                                # from results/losses.csv
+python experiments/mup_transfer/figure.py runs/mup_transfer/results.csv  # from the sweep
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from matplotlib.figure import Figure
 RESULTS = Path(__file__).parent / "results"
 TITLES = {"None": "standard parametrisation", "@MuP()": "µP, base width 16"}
 Losses = dict[int, dict[float, list[float]]]
-"""By width and learning rate, a number per seed."""
+"""Width -> learning rate -> a loss per seed."""
 
 
 def read(table: Path) -> dict[str, Losses]:
-    """The held-out losses of a table, by parametrisation."""
-    found: dict[str, Losses] = {name: defaultdict(lambda: defaultdict(list)) for name in TITLES}
+    """Return parametrisation -> held-out losses, from a table."""
+    losses_of: dict[str, Losses] = {name: defaultdict(lambda: defaultdict(list)) for name in TITLES}
     with table.open() as file:
         for row in csv.DictReader(file):
             if row.get("state", "finished") != "finished":
                 sys.exit(f"trial {row['run']} is {row['state']}: {row['error']}")
             width, rate = int(row["Transformer.width"]), float(row["train.lr"])
-            found[row["Transformer.parametrisation"] or "None"][width][rate].append(float(row["eval_loss"]))
-    return {name: dict(sorted(losses.items())) for name, losses in found.items()}
+            losses_of[row["Transformer.parametrisation"] or "None"][width][rate].append(float(row["eval_loss"]))
+    return {name: dict(sorted(losses.items())) for name, losses in losses_of.items()}
 
 
 def best(rates: dict[float, list[float]]) -> tuple[float, float]:
-    """The best learning rate of a width by the mean over seeds; and the minimum of the parabola through its neighbours.
+    """Return the best learning rate by the mean over seeds, and a finer estimate between the rates of the grid.
 
-    Over the logarithm of the rate. At an end of the grid, the second is the first.
+    The estimate is the minimum of the parabola through the best rate and its neighbours, over the logarithm of the
+    rate. At an end of the grid it is the best rate itself.
     """
     x, y = np.log2(list(rates)), np.array([np.mean(losses) for losses in rates.values()])
     i = int(np.argmin(y))
@@ -46,14 +47,17 @@ def best(rates: dict[float, list[float]]) -> tuple[float, float]:
 
 
 def main(table: Path) -> None:
-    found = read(table)
+    """Print the table of each parametrisation and draw results/transfer.png."""
+    losses_of = read(table)
     figure = Figure(figsize=(9, 3.6), dpi=90, layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for ax, (name, title) in zip(axes, TITLES.items(), strict=True):
-        rates = list(found[name][min(found[name])])
+        rates = list(losses_of[name][min(losses_of[name])])
         print(f"| {title}: width | " + " | ".join(f"{r:g}" for r in rates) + " | best | between |")
         print("|---" * (len(rates) + 3) + "|")
-        for shade, (width, row) in zip(np.linspace(0.85, 0.1, len(found[name])), found[name].items(), strict=True):
+        for shade, (width, row) in zip(
+            np.linspace(0.85, 0.1, len(losses_of[name])), losses_of[name].items(), strict=True
+        ):
             means = [float(np.mean(losses)) for losses in row.values()]
             at, between = best(row)
             print(f"| {width} | " + " | ".join(f"{m:.3f}" for m in means) + f" | {at:g} | {between:.2g} |")

@@ -1,8 +1,9 @@
-"""The runs of sweep.gin, those of a width and a parametrisation as one program, and no run folders: held-out losses.
+"""Train the runs of sweep.gin without run folders, one program for each width and parametrisation.
 
 python experiments/mup_transfer/transfer.py      # minutes on two cores; resumes where it stopped
 
-Leaves results/losses.csv. The sweep itself (jaxscale sweep experiments/mup_transfer/sweep.gin) leaves a folder per run.
+Writes held-out losses to results/losses.csv. The sweep itself (jaxscale sweep experiments/mup_transfer/sweep.gin) makes
+a folder per run.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxscale import config as gin_config
 from jaxscale.data import Loader
@@ -32,19 +34,19 @@ COLUMNS = ("Transformer.width", "Transformer.parametrisation", "train.lr", "trai
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """A run's schedule with a peak that is traced."""
+    """A run's learning-rate schedule, with a traced peak."""
 
     config: TrainConfig
     lr: jax.Array
 
     def make(self, peak: float, steps: int) -> Schedule:
-        """See `LRSchedule`; `peak` is not asked."""
+        """See `LRSchedule`; the peak is `lr` instead of `peak`."""
         shape = self.config.schedule.make(1.0, steps)
         return lambda step: self.lr * shape(step)
 
 
 def losses_of(config: TrainConfig) -> list[tuple[float, int, float]]:
-    """Rate, seed and held-out loss of all runs of a width and a parametrisation."""
+    """Return (learning rate, seed, held-out loss) of all runs of a width and parametrisation."""
     prepared = prepare(config)
     runs = list(itertools.product(RATES, SEEDS))
     batches = {seed: _batches(prepared, config, seed) for seed in SEEDS}
@@ -64,8 +66,8 @@ def losses_of(config: TrainConfig) -> list[tuple[float, int, float]]:
         return jnp.sum(nats) / jnp.sum(weights)
 
     rates, seeds = map(jnp.array, zip(*runs, strict=True))
-    found = jax.jit(jax.vmap(train))(rates, seeds, of_run)
-    return [(lr, seed, float(loss)) for (lr, seed), loss in zip(runs, found, strict=True)]
+    losses = jax.jit(jax.vmap(train))(rates, seeds, of_run)
+    return [(lr, seed, float(loss)) for (lr, seed), loss in zip(runs, losses, strict=True)]
 
 
 def _batches(prepared: Prepared, config: TrainConfig, seed: int) -> Any:
@@ -78,6 +80,7 @@ def _stacked(trees: list[Any]) -> Any:
 
 
 def main() -> None:
+    """Train every width and parametrisation that results/losses.csv lacks."""
     OUT.parent.mkdir(exist_ok=True)
     done = set()
     if OUT.exists():

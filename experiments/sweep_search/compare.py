@@ -1,9 +1,9 @@
-"""Which search comes to a good configuration after how many steps; on curves that are formulas, or on a measured table.
+"""Compare searches by the steps until a good configuration, on curves from formulas or from a measured table.
 
     python experiments/sweep_search/compare.py formulas
     python experiments/sweep_search/compare.py table
 
-Every search and seed is a line of `results/<problem>.jsonl`; what is there already is not done again.
+Every search and seed is a line of `results/<problem>.jsonl`; existing lines are not repeated.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from tests.truth.carried import carry_out  # noqa: E402
 
 SEEDS = 20
 WORKERS = 4
-BUDGET = 150  # full runs, after which a search has not come to the target
+BUDGET = 150  # full runs, after which a search has failed to reach the target
 
 
 class Problem(NamedTuple):
-    """What is searched, for a seed."""
+    """A search problem: space, learning curves, steps, target."""
 
     space: Mapping[str, Axis]
     curve: Callable[[Mapping[str, Any], int], float]
@@ -52,7 +52,7 @@ class Problem(NamedTuple):
     every: int
     target: float
     rungs: int = 4
-    most: int | None = None  # combinations
+    most: int | None = None  # number of combinations, where it is finite
 
 
 SEARCHES: dict[str, Callable[[int, int], Search]] = {
@@ -72,11 +72,10 @@ SEARCHES: dict[str, Callable[[int, int], Search]] = {
 
 
 def formulas(seed: int) -> Problem:
-    """Learning curves of a made-up model: power laws whose height, slope and exponent follow from four settings.
+    """Return synthetic learning curves: power laws whose height, slope and exponent depend on four settings.
 
-    High learning rates are ahead early and end higher, so that curves cross; the highest diverge; what is measured
-    is noisy, by about what a seed of a small language model makes. The target is what the best 1% of random
-    configurations come to.
+    High learning rates are ahead early and end higher, so that curves cross; the highest diverge. Losses have noise of
+    about the size that seeds of a small language model cause. The best 1% of random configurations reach the target.
     """
     random = np.random.default_rng([seed, 99])
     centre = random.uniform([-3.5, -2.5, 0.2], [-2.0, -1.0, 0.8])
@@ -93,7 +92,7 @@ def formulas(seed: int) -> Problem:
         lr, decay = math.log10(b["lr"]), math.log10(b["decay"])
         depth, kind = (b["depth"] - 2) / 10, kinds["abc".index(b["optimizer"])]
         if lr > centre[0] + 1.3:
-            return 8.0  # it diverged
+            return 8.0  # diverged
         off = 0.25 * (lr - centre[0]) ** 2 + 0.05 * (decay - centre[1]) ** 2 + 0.4 * (depth - centre[2]) ** 2
         exponent = 0.35 + 0.3 / (1 + math.exp(-2 * (lr - centre[0])))
         noise = np.random.default_rng([seed, step, int(abs(lr) * 1e6), int(depth * 10)]).normal() * 0.004
@@ -107,7 +106,7 @@ def formulas(seed: int) -> Problem:
 
 
 def table(seed: int) -> Problem:
-    """The measured curves of `results/curves.csv`, of which each search and seed sees those that it asks for."""
+    """Return the problem of the measured curves in `results/curves.csv`."""
     rows = list(csv.DictReader((HERE / "results" / "curves.csv").open()))
     names = [n for n in rows[0] if not n.startswith("step ")]
     marks = [int(n.removeprefix("step ")) for n in rows[0] if n.startswith("step ")]
@@ -123,7 +122,7 @@ def table(seed: int) -> Problem:
 
 
 def come_to_target(problem: Problem, search: Search, seed: int) -> dict[str, float | None]:
-    """How many steps it took until a trial had finished at or below the target, in full runs; and how many trials."""
+    """Search; return the steps until a trial finished at or below the target, in full runs, and how many trials ran."""
     out = carry_out(
         search,
         problem.space,
@@ -140,10 +139,10 @@ def come_to_target(problem: Problem, search: Search, seed: int) -> dict[str, flo
 
 
 def main() -> None:
-    """Does what is not done yet, and prints the table."""
+    """Run the searches that the results lack, and print the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("problem", choices=["formulas", "table"])
-    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long; a later call goes on")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after this time; the next call continues")
     args = parser.parse_args()
     file, begun = HERE / "results" / f"{args.problem}.jsonl", time.monotonic()
     done = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
@@ -155,7 +154,7 @@ def main() -> None:
             if (name, seed) in known or time.monotonic() - begun > args.seconds:
                 continue
             if name in ("Hyperband", "BOHB", "BOHB + Extrapolated") and problem.most is not None:
-                continue  # brackets want more trials than the table has
+                continue  # brackets need more trials than the table has
             done.append({"search": name, "seed": seed, **come_to_target(problem, search(seed, problem.rungs), seed)})
             with file.open("a") as f:
                 f.write(json.dumps(done[-1]) + "\n")
@@ -163,9 +162,9 @@ def main() -> None:
 
 
 def summary(done: list[dict[str, Any]]) -> str:
-    """A row for each search: median, quartiles, how many came to the target, and the ratio to random's median."""
+    """Return the table: median, quartiles, how many reached the target, and the ratio to random search's median."""
     lines = [
-        "| search | full runs to the target: median | quartiles | came to it | Random's median / this |",
+        "| search | full runs to the target: median | quartiles | reached it | Random's median / this |",
         "|---|---|---|---|---|",
     ]
     medians = {}

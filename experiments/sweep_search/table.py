@@ -1,6 +1,6 @@
-"""Trains a small transformer at 256 settings of the optimizer, many at once, and keeps every learning curve.
+"""Train a small transformer with 256 settings of the optimizer, many in one program, and save every learning curve.
 
-    python experiments/sweep_search/table.py        # five minutes on two cores; goes on where it was stopped
+    python experiments/sweep_search/table.py        # five minutes on two cores; continues where it stopped
 
 `results/curves.csv`: a row for each setting, a column of held-out loss for every sixth step.
 """
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 from jaxscale.data import python_stdlib
 from jaxscale.models import TransformerConfig
@@ -33,7 +34,7 @@ STEPS, EVERY, AT_ONCE = 108, 6, 32
 
 
 def curves(settings: np.ndarray) -> np.ndarray:
-    """Held-out loss of each setting at every sixth step.
+    """Return the held-out loss of each setting at every sixth step, (settings, 18).
 
     Args:
       settings: (settings, 4), columns as in `GRID`.
@@ -84,7 +85,7 @@ def curves(settings: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    """Adds what is missing, so many at once."""
+    """Train the settings that the file lacks, `AT_ONCE` in one program."""
     names = [*GRID, *(f"step {s}" for s in range(EVERY, STEPS + 1, EVERY))]
     settings = list(itertools.product(*GRID.values()))
     if not FILE.exists():

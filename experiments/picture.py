@@ -1,4 +1,4 @@
-"""Draws the README's picture: where two tensors and a batch live, and the loss of a run.
+"""Draw the README's picture: the shards of two tensors and a batch, and the loss of a run.
 
 python experiments/picture.py runs/demo-1 experiments/demo.png
 """
@@ -13,6 +13,7 @@ import jaxscale as js
 
 
 def main(run_folder: str, out: str) -> None:
+    """Draw the picture of a run into a file."""
     run = js.load(run_folder)
     layout, config = run.config.layout, run.config
     assert layout is not None

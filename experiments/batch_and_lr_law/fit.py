@@ -1,9 +1,9 @@
-"""The Step Law on the sweep's table, and what following it costs on the largest runs when they were not fitted on.
+"""Fit the Step Law to the sweep's table, and measure its error on the largest runs when they are held out.
 
 python experiments/batch_and_lr_law/fit.py [SWEEP]
 
-The table of SWEEP is kept as results/runs.csv; without one, what was kept is fitted anew.
-Writes fits.json and a picture.
+With SWEEP, its table is saved as results/runs.csv; without, the saved table is fitted again. Writes fits.json and a
+picture.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
-    """Fits, and writes."""
+    """Fit the law for both ways to count parameters, and write the results."""
     if len(sys.argv) > 1:
         write_rows(read_rows(sys.argv[1], body=read_config), RESULTS / "runs.csv")
     table = read_table(RESULTS / "runs.csv")
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for counted in (BODY, "parameters"):
         law = StepLaw(parameters=counted)
         fit = law.fit(table)
         bowls = law.bowls(table, np.ones(len(table)))
-        found[f"N = {counted}"] = {
+        results[f"N = {counted}"] = {
             "parameters": {k: [i.value, i.low, i.high] for k, i in fit.parameters.items()},
             "lowest": [
                 {"N": b.parameters, "D": b.tokens, "lr": b.lr, "batch": b.batch, "inside": b.inside, "edge": b.edge}
@@ -41,12 +41,12 @@ def main() -> None:
         }
         largest = (table[counted] == table[counted].max()) & (table["tokens"] == table["tokens"].max())
         small = law.fit(table.where(~largest), samples=0)
-        found[f"N = {counted}"]["largest held out"] = {
+        results[f"N = {counted}"]["largest held out"] = {
             k: e.tolist() for k, e in small.errors(table.where(largest)).items()
         }
         if counted == BODY:
             law.picture(fit, table).savefig(RESULTS / "steplaw.png")
-    (RESULTS / "fits.json").write_text(json.dumps(found, indent=1) + "\n")
+    (RESULTS / "fits.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The 1,797 handwritten digits that come with scikit-learn (8 x 8 pixels, 10 classes): a data source and an objective.
+"""A data source and an objective: scikit-learn's 1,797 handwritten digits (8 x 8 pixels, 10 classes).
 
-Nothing here knows the model, and nothing in jaxscale knows this file.
+Nothing here depends on the model, and nothing in jaxscale depends on this file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CLASSES = 10
 
 
 class Rows:
-    """Images and labels by row number, as `Corpus.source` promises them."""
+    """A source, as `Corpus.source` returns one: images and labels by row number."""
 
     def __init__(self, name: str, images: np.ndarray, labels: np.ndarray):
         self.name, self.images, self.labels = name, images, labels
@@ -30,6 +30,7 @@ class Rows:
         return len(self.labels)
 
     def rows(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the rows with these numbers."""
         return {"image": self.images[ids], "label": self.labels[ids]}
 
 
@@ -39,30 +40,32 @@ class Digits:
     """Images (8, 8) float32 from 0 to 1 and labels int32.
 
     Args:
-      heldout: the share of them that is evaluated on and not trained on.
+      heldout: share of the images that is used for evaluation instead of training.
     """
 
     heldout: float = 0.2
     name = "digits"
 
     def source(self, tokenizer: Any, *, split: str, **_: Any) -> Rows:
+        """Return the rows of a split, "train" or "heldout"."""
         from sklearn.datasets import load_digits
 
-        found = load_digits()
-        order = np.random.default_rng(0).permutation(len(found.target))
+        digits = load_digits()
+        order = np.random.default_rng(0).permutation(len(digits.target))
         cut = int(len(order) * self.heldout)
         ids = order[:cut] if split == "heldout" else order[cut:]
-        return Rows(self.name, (found.images[ids] / 16).astype(np.float32), found.target[ids].astype(np.int32))
+        return Rows(self.name, (digits.images[ids] / 16).astype(np.float32), digits.target[ids].astype(np.int32))
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class Classify(Objective):
-    """Cross-entropy of the right class, a mean over images; reports the share that is told right as `accuracy`."""
+    """Mean cross-entropy of images; also reports `accuracy`, the share of images with the right class."""
 
     evaluated = ("loss", "accuracy")
 
     def inputs(self, config: Any) -> dict[str, Input]:
+        """Return shape, dtype and axes of each array of a batch, without the batch dimension."""
         return {
             "image": Input((8, 8), "float32", (None, None)),
             "label": Input((), "int32", ()),
@@ -70,16 +73,20 @@ class Classify(Objective):
         }
 
     def weights(self, batch: Any, parts: int) -> dict[str, jax.Array]:
+        """Return the number of images."""
         return {"images": jnp.sum(batch["weights"])}
 
     def terms(self, model: Any, batch: Any, *, key: jax.Array | None = None) -> dict[str, jax.Array]:
+        """Return the summed loss in nats, and the number of images with the right class."""
         logits = model(batch["image"]).astype(jnp.float32)
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["label"][:, None], axis=-1)[:, 0]
         right = jnp.argmax(logits, axis=-1) == batch["label"]
         return {"nats": -jnp.sum(chosen * batch["weights"]), "right": jnp.sum(right * batch["weights"])}
 
     def value(self, totals: Any) -> jax.Array:
+        """Return the loss."""
         return totals["nats"] / totals["images"]
 
     def metrics(self, totals: Any) -> dict[str, jax.Array]:
+        """Return the loss and the accuracy."""
         return {"loss": self.value(totals), "accuracy": totals["right"] / totals["images"]}

@@ -1,4 +1,4 @@
-"""A gated linear recurrence: a mixer that the library knows nothing of."""
+"""A gated linear recurrence: a mixer from outside the library."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class Recurrence(nnx.Module):
         self.decode_state = RecurrentState((StateArray("h", (channels,), ("mlp",)),), per_page)
 
     def __call__(self, x, context):
+        """Return the output, (B, S, E), for inputs (B, S, E)."""
         a, v, g = (constrain(part(x), *CHANNELS).astype(jnp.float32) for part in (self.decay, self.value, self.gate))
         a = jax.nn.sigmoid(a)
         h = recurrence(a, (1 - a) * v, context, self.decode_state)
@@ -36,7 +37,12 @@ class Recurrence(nnx.Module):
 @register
 @dataclasses.dataclass(frozen=True)
 class GatedRecurrence(Mixer):
-    """Makes a `Recurrence` of so many channels, whose state a cache keeps for each page or not."""
+    """Config of a `Recurrence`.
+
+    Args:
+      channels: width of the recurrent state.
+      per_page: whether a prefix cache saves the state at the end of each page.
+    """
 
     layer: ClassVar[type[Recurrence]] = Recurrence
     any_order: ClassVar[bool] = True
@@ -45,8 +51,10 @@ class GatedRecurrence(Mixer):
     per_page: bool = False
 
     def products(self, config, batch, seq, window):
+        """Return the FLOPs of the layer's matrix products, by name."""
         return {"recurrence": 2 * batch * seq * 4 * config.sizes.width * self.channels}
 
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> Recurrence:
-        taken = {name: options[name] for name in ("out_scale", "dtype", "param_dtype", "rngs")}
-        return self.layer(width, self.channels, self.per_page, **taken)
+        """Return the layer."""
+        kwargs = {name: options[name] for name in ("out_scale", "dtype", "param_dtype", "rngs")}
+        return self.layer(width, self.channels, self.per_page, **kwargs)

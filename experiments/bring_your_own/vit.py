@@ -1,6 +1,6 @@
-"""A Vision Transformer (Dosovitskiy et al. 2021) in plain Flax NNX, three times: named, unnamed, and in Linen.
+"""A Vision Transformer (Dosovitskiy et al. 2021) in Flax NNX, with and without axis names, and a model in Linen.
 
-The only thing of jaxscale in the models is `named` and `constrain`, in the first.
+The models use nothing of jaxscale except `named` and `constrain`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def patches(images: jax.Array, size: int) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """Attention and feed-forward, each behind a norm; `axes` says whether parameters are named."""
+    """Attention and feed-forward, each with a norm before it; with `axes` parameters have axis names."""
 
     def __init__(self, width: int, heads: int, *, axes: bool, rngs: nnx.Rngs):
         with_axes = named if axes else lambda init, *_: init
@@ -52,6 +52,7 @@ class Block(nnx.Module):
         self.down = nnx.Linear(4 * width, width, use_bias=False, rngs=rngs, kernel_init=down)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the residual stream after the block, (B, patches, E)."""
         q, k, v = (one(self.norms[0](x)) for one in self.qkv)
         x = x + self.out(jax.nn.dot_product_attention(q, k, v))
         hidden = constrain(jax.nn.gelu(self.up(self.norms[1](x))), "batch", None, "mlp")
@@ -73,6 +74,7 @@ class ViTModule(nnx.Module):
                                 bias_init=with_axes(ZEROS, None))  # fmt: skip
 
     def __call__(self, images: jax.Array) -> jax.Array:
+        """Return logits, (B, classes), for images (B, 8, 8)."""
         x = self.enter(patches(images, self.patch))
         x = constrain(x + self.place.kernel[...], "batch", None, "embed")
         for block in self.blocks:
@@ -83,12 +85,14 @@ class ViTModule(nnx.Module):
 @register
 @dataclasses.dataclass(frozen=True)
 class ViT:
-    """The model's config: all that jaxscale asks of one is `make`.
+    """Config of the model; the only method that jaxscale needs is `make`.
 
     Args:
-      width, heads, depth: of the blocks.
+      width: width of the residual stream.
+      heads: attention heads.
+      depth: number of blocks.
       patch: pixels along a side of a patch; divides 8.
-      axes: whether parameters have axis names; without, jaxscale reads them off the program.
+      axes: whether parameters have axis names; otherwise jaxscale infers them from the program.
     """
 
     width: int = 64
@@ -98,17 +102,18 @@ class ViT:
     axes: bool = True
 
     def make(self, rngs: nnx.Rngs) -> ViTModule:
-        """The module."""
+        """Return the module."""
         return ViTModule(self, rngs=rngs)
 
 
 class LinenNet(nn.Module):
-    """A Linen module, as one has it from elsewhere."""
+    """A Linen module, such as one from another project."""
 
     width: int
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
+        """Return logits, (B, classes), for images (B, 8, 8)."""
         x = nn.Dense(self.width)(patches(images, 2).reshape(len(images), -1))
         x = nn.Dense(self.width)(nn.gelu(nn.Dense(4 * self.width)(x))) + x
         return nn.Dense(CLASSES)(x)
@@ -117,12 +122,12 @@ class LinenNet(nn.Module):
 @register
 @dataclasses.dataclass(frozen=True)
 class FromLinen:
-    """The Linen module as an NNX one, by Flax's own bridge."""
+    """Config of the Linen module, converted to NNX by Flax's bridge."""
 
     width: int = 64
 
     def make(self, rngs: nnx.Rngs) -> nnx.Module:
-        """The module, without the random keys that the bridge keeps."""
+        """Return the module, without the random keys that the bridge adds."""
         model = bridge.lazy_init(bridge.ToNNX(LinenNet(self.width), rngs=rngs), jnp.zeros((1, 8, 8)))
         model.to_nnx__rngs = None
         return model

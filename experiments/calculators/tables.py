@@ -37,9 +37,7 @@ def _moved(algorithm, memory: int) -> int:  # type: ignore[no-untyped-def]
 def main() -> None:
     """Print all four tables."""
     rows = [(m, _moved(flash, m), _moved(small_cache, m), needed(N, D, m)) for m in (64, 128, 256, 1024)]
-    _table(
-        f"Numbers moved, N = {N}, d = {D}", ("fast memory", "FlashAttention", "tiled product", "bound"), *rows
-    )
+    _table(f"Numbers moved, N = {N}, d = {D}", ("fast memory", "FlashAttention", "tiled product", "bound"), *rows)
     _table("Passes over the keys", ("cascade", "passes"), *((name, passes(text)) for name, text in CASCADES.items()))
     by_length = [(n, costs(YI_34B, A100, n)) for n in (4000, 50000)]
     seen = [(n, c.concurrency, c.prefill, c.decode, c.swap) for n, c in by_length]

@@ -1,9 +1,9 @@
-"""What the loss of Gemma 2 2B needs besides its inputs and outputs: with its logits held, and without.
+"""Temporary memory of the loss of Gemma 2 2B, with stored logits and without.
 
-    python experiments/cut_cross_entropy/memory.py            # the CPU, TPUs and an H200 that need not be here
+    python experiments/cut_cross_entropy/memory.py            # for the CPU, and for absent TPUs and an absent H200
 
-The paper's case (Wijmans et al. 2024): 8192 tokens, 2304 wide, 256,000 words, bfloat16, soft-capped. Programs are
-compiled and read, nothing is allocated; a few seconds each. TPUs need `make install EXTRAS=plot,tpu`, a GPU
+The paper's case (Wijmans et al. 2024): 8192 tokens, width 2304, vocabulary 256,000, bfloat16, soft-capped. Programs
+are compiled but not run; a few seconds each. TPUs need `make install EXTRAS=plot,tpu`, a GPU
 `EXTRAS=plot,gpu-aot` and Python 3.12. Writes memory.json.
 """
 
@@ -29,11 +29,11 @@ TOKENS, WIDTH, WORDS, SOFTCAP = 8192, 2304, 256_000, 30.0
 LOSSES = {"materialised": MaterialisedLoss(), "cut": CutLoss()}
 MIB = 2**20
 SHARE = 0.05
-"""Of what materialised logits need: the most that is wanted."""
+"""Target: at most this share of the memory that stored logits need."""
 
 
 def program(loss: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """The mean loss of hidden states, the head's weight and targets; with "loss and gradients" those too."""
+    """Return the mean loss as a function of hidden states, head weight and targets; or the loss and its gradients."""
 
     def mean(x: jax.Array, w: jax.Array, targets: jax.Array) -> jax.Array:
         return loss(x, w, targets, softcap=SOFTCAP)[0].mean()
@@ -42,7 +42,7 @@ def program(loss: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 
 def temporaries(where: str, name: str, what: str, tokens: int, words: int) -> int:
-    """Bytes of temporaries of the compiled program, outputs and inputs not counted."""
+    """Return the temporary bytes of the compiled program, without inputs and outputs."""
     like = jax.ShapeDtypeStruct
     shapes = (
         like((1, tokens, WIDTH), jnp.bfloat16),
@@ -55,6 +55,7 @@ def temporaries(where: str, name: str, what: str, tokens: int, words: int) -> in
 
 
 def main() -> None:
+    """Compile every case, print a table and write memory.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--where", nargs="*", default=["cpu", "v5e", "v5p", "h200"])
     args = parser.parse_args()
@@ -62,19 +63,19 @@ def main() -> None:
     for where in args.where:
         for what in ("loss", "loss and gradients"):
             try:
-                found = {name: temporaries(where, name, what, TOKENS, WORDS) for name in LOSSES}
+                sizes = {name: temporaries(where, name, what, TOKENS, WORDS) for name in LOSSES}
             except LayoutError as e:
                 print(f"{where}: not compiled, {e}")
                 break
-            row = {"where": where, "what": what, **found, "share": found["cut"] / found["materialised"]}
+            row = {"where": where, "what": what, **sizes, "share": sizes["cut"] / sizes["materialised"]}
             rows.append(row)
             print(" | ".join(cells(row)), flush=True)
     growth = []
     for where in {row["where"]: None for row in rows}:
         for tokens, words in ((TOKENS, WORDS), (2 * TOKENS, WORDS), (TOKENS, 2 * WORDS)):
-            found = temporaries(where, "cut", "loss and gradients", tokens, words)
-            growth.append({"where": where, "tokens": tokens, "words": words, "cut": found})
-            print(f"{where}: {tokens} tokens, {words} words: {found / MIB:.1f} MiB", flush=True)
+            size = temporaries(where, "cut", "loss and gradients", tokens, words)
+            growth.append({"where": where, "tokens": tokens, "words": words, "cut": size})
+            print(f"{where}: {tokens} tokens, vocabulary {words}: {size / MIB:.1f} MiB", flush=True)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()
     result = {
         "what": f"{TOKENS} tokens, {WIDTH} wide, {WORDS} words, bfloat16, soft cap {SOFTCAP}; bytes of temporaries",
@@ -88,7 +89,7 @@ def main() -> None:
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """A row of the table."""
+    """Return the cells of a row of the table."""
     held, cut = (f"{row[name] / MIB:,.1f}" for name in LOSSES)
     verdict = "met" if row["share"] <= SHARE else "missed"
     return row["where"], row["what"], held, cut, f"{row['share']:.2%}", f"≤ {SHARE:.0%}", verdict

@@ -1,6 +1,6 @@
-"""What 8-bit optimizer states save: bytes counted from the arrays, and the step's memory read from the TPU's compiler.
+"""Memory that 8-bit optimizer states save: bytes of the arrays, and memory of the compiled step.
 
-    python experiments/eight_bit_states/memory.py      # Llama 3 8B on 8 chips of a v5p that nobody has switched on
+    python experiments/eight_bit_states/memory.py      # Llama 3 8B, compiled for 8 absent v5p chips
 
 Needs `make install EXTRAS=tpu`; about two minutes a row on two cores. Writes memory.json.
 """
@@ -32,21 +32,21 @@ GIB = 2**30
 
 
 def counted(config: js.TrainConfig) -> dict[str, Any]:
-    """Bytes of optimizer state, all of it and of what takes 8 bits, counted from its arrays."""
+    """Count the bytes of optimizer state from its arrays: of all arrays, and of the 8-bit ones."""
     blueprint, _ = blueprint_of(config)
     state = blueprint.abstract_state().opt_state
     size = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
     eight = [q for q in jax.tree.leaves(state, is_leaf=is_quantized) if is_quantized(q)]
     params = sum(i.size for i in jax.tree.leaves(blueprint.infos))
-    found = {"parameters": params, "state_bytes": size(state), "state_bytes_per_parameter": size(state) / params}
+    result = {"parameters": params, "state_bytes": size(state), "state_bytes_per_parameter": size(state) / params}
     if eight:
         covered = sum(math.prod(q.shape) for q in eight) // 2  # two moments each
-        found |= {"parameters_in_8_bits": covered, "bytes_per_parameter_in_8_bits": size(eight) / covered}
-    return found
+        result |= {"parameters_in_8_bits": covered, "bytes_per_parameter_in_8_bits": size(eight) / covered}
+    return result
 
 
 def compiled(config: js.TrainConfig, topology: str) -> dict[str, Any]:
-    """Memory per device of the compiled training step."""
+    """Return the memory per device of the compiled training step."""
     forget()
     start = time.perf_counter()
     memory = compile_step(config, topology).memory_analysis()
@@ -61,6 +61,7 @@ def compiled(config: js.TrainConfig, topology: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Count and compile every case, print a line each and write memory.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", default="v5p:2x2x2")
     parser.add_argument("--depth", type=int, default=32)
@@ -86,7 +87,7 @@ def main() -> None:
                 flush=True,
             )
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()
-    found = {
+    result = {
         "what": f"Llama 3 8B shapes ({args.depth} layers), 8 x 2048 tokens a step, float32 parameters, bf16 arithmetic",
         "topology": args.topology,
         "date": datetime.date.today().isoformat(),
@@ -95,7 +96,7 @@ def main() -> None:
         "libtpu": importlib.metadata.version("libtpu"),
         "rows": rows,
     }
-    (HERE / "memory.json").write_text(json.dumps(found, indent=1) + "\n")
+    (HERE / "memory.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

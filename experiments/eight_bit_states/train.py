@@ -1,10 +1,10 @@
-"""Does training with 8-bit optimizer states end where 32-bit states do? Three seeds of each row.
+"""Train with 8-bit and with 32-bit optimizer states, three seeds each, and compare the held-out losses.
 
     python experiments/eight_bit_states/train.py             # about an hour on two cores; resumes where it stopped
     python experiments/eight_bit_states/train.py --models experts --steps 40 --seeds 0 1    # minutes
-    python experiments/eight_bit_states/train.py --table     # from the runs that are there: results.json and loss.png
+    python experiments/eight_bit_states/train.py --table     # from existing runs: results.json and loss.png
 
-Every run is a folder under `runs/eight_bit_states/`; a finished one is not repeated.
+Every run is a folder under `runs/eight_bit_states/`; finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ EXPERTS = js.models.Transformer.Config(
     depth=2, width=64, heads=2, hidden=128, mlp=js.nn.MixtureOfExperts(experts=8, top_k=1), tied=False
 )
 MODELS = {"demo": (DEMO, 4e-3), "4x": (WIDE, 2e-3), "4x-high-lr": (WIDE, 4e-3), "experts": (EXPERTS, 4e-3)}
-"""A model and its peak learning rate. `4x-high-lr` is twice what suits the wider model, to see what breaks first;
-`experts` has sparse gradients: an expert of eight sees an eighth of
-the tokens, and a row of the head may be of a rare byte."""
+"""Name -> model and peak learning rate. `4x-high-lr` has twice the best rate of the wider model, to show which states
+become unstable first; `experts` has sparse gradients: each of eight experts gets an eighth of the tokens, and rows of
+the output head for rare bytes get few."""
 STATES = {"32-bit": AdamW(), "8-bit": AdamW8bit()}
 SEEDS = (0, 1, 2)
 
 
 def config(model: str, states: str, seed: int, steps: int) -> js.TrainConfig:
-    """The demo's settings on one device; the seed decides initial values and the order of the data."""
+    """Return the demo's config on one device; the seed determines initial weights and the order of the data."""
     return js.TrainConfig(
         model=MODELS[model][0],
         optimizer=STATES[states],
@@ -57,11 +57,12 @@ def config(model: str, states: str, seed: int, steps: int) -> js.TrainConfig:
 
 
 def folder(model: str, states: str, seed: int) -> Path:
+    """Return the folder of a run."""
     return RUNS / f"{model}-{states}-{seed}"
 
 
 def train(models: list[str], seeds: list[int], steps: int) -> None:
-    """Every run of these models that is not finished."""
+    """Train every run of these models that is not finished."""
     for model in models:
         for seed in seeds:
             for states in STATES:
@@ -71,14 +72,14 @@ def train(models: list[str], seeds: list[int], steps: int) -> None:
 
 
 def heldout(path: Path) -> dict[int, float]:
-    """Held-out loss (nats per byte) by step."""
+    """Return step -> held-out loss (nats per byte) of a run."""
     if not (path / "metrics.jsonl").exists():
         return {}
     return {r["step"]: r["eval_loss"] for r in js.Run(path).metrics() if "eval_loss" in r}
 
 
 def table(models: list[str], seeds: list[int], steps: int) -> list[dict[str, Any]]:
-    """A row per model: the final losses, how far the states and how far the seeds are apart."""
+    """Return a row per model: final losses, differences between states, and spread over seeds."""
     rows = []
     for model in models:
         final = {s: [heldout(folder(model, s, seed))[steps] for seed in seeds] for s in STATES}
@@ -100,8 +101,8 @@ def table(models: list[str], seeds: list[int], steps: int) -> list[dict[str, Any
 
 
 def draw(path: Path, models: list[str]) -> None:
-    """Held-out loss over steps, every run."""
-    from matplotlib.figure import Figure  # of the group `plot`, which training does without
+    """Draw the held-out loss of every run over steps."""
+    from matplotlib.figure import Figure  # from the extra `plot`, which training does not need
 
     figure = Figure(figsize=(13, 3.6), dpi=110, layout="constrained")
     for ax, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
@@ -118,6 +119,7 @@ def draw(path: Path, models: list[str]) -> None:
 
 
 def main() -> None:
+    """Train what is missing, print the table and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--models", nargs="*", choices=MODELS, default=["demo", "4x", "4x-high-lr"])
@@ -127,7 +129,7 @@ def main() -> None:
     if not args.table:
         train(args.models, args.seeds, args.steps)
     rows = table(args.models, args.seeds, args.steps)
-    found = {
+    result = {
         "what": "final held-out loss, nats per byte, AdamW with 32-bit and with 8-bit states",
         "steps": args.steps,
         "seeds": args.seeds,
@@ -140,7 +142,7 @@ def main() -> None:
         "rows": rows,
     }
     name = "experts" if args.models == ["experts"] else "results"
-    (HERE / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    (HERE / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     if name == "results":
         draw(HERE / "loss.png", args.models)
     for r in rows:

@@ -1,11 +1,11 @@
-"""8-bit AdamW on uneven gradients: ours and bitsandbytes itself, both beside AdamW in float64.
+"""8-bit AdamW on uneven gradients: ours and bitsandbytes, both compared with AdamW in float64.
 
-    python3 -m venv bnb && bnb/bin/pip install torch==2.13.0 bitsandbytes numpy       # its CPU code; gcc must be there
+    python3 -m venv bnb && bnb/bin/pip install torch==2.13.0 bitsandbytes numpy       # CPU code; needs gcc
     bnb/bin/python experiments/eight_bit_states/uneven.py --theirs theirs.npz         # runs bitsandbytes, needs no JAX
     .venv/bin/python experiments/eight_bit_states/uneven.py --against theirs.npz      # writes uneven.json
 
-A minute of processor time for bitsandbytes, ten seconds for ours. Both get the same gradients; every kind is a
-parameter by itself, which begins at 0.
+A minute of processor time for bitsandbytes, ten seconds for ours. Both get the same gradients; every kind of gradient
+has a parameter of its own, which starts at 0.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ HERE = Path(__file__).parent
 STEPS, SHAPE, LR, B1, EPS = 50, (64, 256), 1e-2, 0.9, 1e-8
 B2S, SEEDS = (0.95, 0.999), (0, 1, 2)
 KINDS = ("dense", "95% zeros", "row-scaled", "column-scaled", "heavy-tailed", "one outlier")
-Found = tuple[np.ndarray, np.ndarray]
-"""Of each kind the largest |update| / lr of all steps, and the weights after them (kinds, rows, columns), float64."""
+Outcome = tuple[np.ndarray, np.ndarray]
+"""Largest |update| / lr of all steps, (kinds,), and the final weights, (kinds, rows, columns); float64."""
 
 
 def gradients(seed: int) -> np.ndarray:
-    """(steps, kinds, rows, columns), float32."""
+    """Return random gradients (steps, kinds, rows, columns), float32."""
     random = np.random.default_rng(seed)
     draw = lambda: random.normal(size=(STEPS, *SHAPE)) * 1e-3  # noqa: E731
     outlier = draw()
@@ -47,8 +47,8 @@ def gradients(seed: int) -> np.ndarray:
     return np.stack(kinds, axis=1).astype(np.float32)
 
 
-def steps(grads: np.ndarray, step: Callable[[np.ndarray], np.ndarray]) -> Found:
-    """Runs `step(gradient of all kinds) -> weights`."""
+def steps(grads: np.ndarray, step: Callable[[np.ndarray], np.ndarray]) -> Outcome:
+    """Call `step(gradients of all kinds) -> weights` for every step and collect the updates."""
     w, largest = np.zeros(grads.shape[1:]), []
     for g in grads:
         new = np.float64(step(g))
@@ -57,8 +57,8 @@ def steps(grads: np.ndarray, step: Callable[[np.ndarray], np.ndarray]) -> Found:
     return np.max(largest, axis=0), w
 
 
-def exact(grads: np.ndarray, b2: float) -> Found:
-    """AdamW without decay, float64."""
+def exact(grads: np.ndarray, b2: float) -> Outcome:
+    """Run AdamW without weight decay in float64."""
     m, v, w = np.zeros((3, *grads.shape[1:]))
     count = 0
 
@@ -72,8 +72,8 @@ def exact(grads: np.ndarray, b2: float) -> Found:
     return steps(grads, step)
 
 
-def theirs(grads: np.ndarray, b2: float) -> Found:
-    """`bitsandbytes.optim.AdamW8bit`, on the CPU."""
+def theirs(grads: np.ndarray, b2: float) -> Outcome:
+    """Run `bitsandbytes.optim.AdamW8bit` on the CPU."""
     import bitsandbytes
     import torch
 
@@ -90,8 +90,8 @@ def theirs(grads: np.ndarray, b2: float) -> Found:
     return steps(grads, step)
 
 
-def ours(grads: np.ndarray, b2: float) -> Found:
-    """`jaxscale.optim.adamw_8bit`, by XLA."""
+def ours(grads: np.ndarray, b2: float) -> Outcome:
+    """Run `jaxscale.optim.adamw_8bit`, implemented by XLA."""
     import jax
     import jax.numpy as jnp
 
@@ -113,30 +113,31 @@ def ours(grads: np.ndarray, b2: float) -> Found:
 
 
 def save_theirs(path: Path) -> None:
-    found = [[theirs(gradients(seed), b2) for seed in SEEDS] for b2 in B2S]
-    largest, weights = ([[one[i] for one in row] for row in found] for i in (0, 1))
+    """Run bitsandbytes for every b2 and seed, and save its results and versions."""
+    outcomes = [[theirs(gradients(seed), b2) for seed in SEEDS] for b2 in B2S]
+    largest, weights = ([[one[i] for one in row] for row in outcomes] for i in (0, 1))
     names = ("bitsandbytes", "torch", "numpy")
     versions = {name: importlib.metadata.version(name) for name in names} | {"python": platform.python_version()}
     np.savez(path, largest=largest, weights=weights, versions=json.dumps(versions))
 
 
 def table(path: Path) -> list[dict[str, Any]]:
-    """A row for each b2 and kind: the worst of the seeds."""
+    """Return a row for each b2 and kind of gradient: the worst of the seeds."""
     known, rows = np.load(path), []
     for i, b2 in enumerate(B2S):
-        found = [(exact(g, b2), ours(g, b2)) for g in map(gradients, SEEDS)]
+        outcomes = [(exact(g, b2), ours(g, b2)) for g in map(gradients, SEEDS)]
         for k, kind in enumerate(KINDS):
             largest = {
-                "32-bit": max(e[0][k] for e, _ in found),
-                "ours": max(o[0][k] for _, o in found),
+                "32-bit": max(e[0][k] for e, _ in outcomes),
+                "ours": max(o[0][k] for _, o in outcomes),
                 "bitsandbytes": known["largest"][i, :, k].max(),
             }
             off = lambda w, e: np.sqrt(np.mean(np.square(w - e))) / LR  # noqa: E731
             deviation = {
-                "ours": max(off(o[1][k], e[1][k]) for e, o in found),
-                "bitsandbytes": max(off(known["weights"][i, s, k], found[s][0][1][k]) for s in range(len(SEEDS))),
+                "ours": max(off(o[1][k], e[1][k]) for e, o in outcomes),
+                "bitsandbytes": max(off(known["weights"][i, s, k], outcomes[s][0][1][k]) for s in range(len(SEEDS))),
             }
-            growth = max(o[0][k] / e[0][k] for e, o in found)
+            growth = max(o[0][k] / e[0][k] for e, o in outcomes)
             ratio = deviation["ours"] / deviation["bitsandbytes"]
             met = bool(growth <= 1.2 and ratio <= 2)
             figures = {"largest": largest, "growth": growth, "deviation": deviation, "ratio": ratio}
@@ -145,10 +146,11 @@ def table(path: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    """Run bitsandbytes, or run ours, compare and write uneven.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--theirs", type=Path, metavar="FILE", help="runs bitsandbytes and writes what came of it")
-    which.add_argument("--against", type=Path, metavar="FILE", help="runs ours and compares")
+    which.add_argument("--theirs", type=Path, metavar="FILE", help="run bitsandbytes and write its results")
+    which.add_argument("--against", type=Path, metavar="FILE", help="run ours and compare with the results in FILE")
     args = parser.parse_args()
     if args.theirs is not None:
         save_theirs(args.theirs)
@@ -161,7 +163,7 @@ def main() -> None:
         off = " | ".join(f"{r['deviation'][who]:.4f}" for who in ("ours", "bitsandbytes"))
         print(f"| {r['b2']} | {r['kind']} | {most} | {off} | {r['ratio']:.2f} |")
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()
-    found = {
+    result = {
         "what": f"{STEPS} steps of AdamW, {SHAPE[0]} x {SHAPE[1]}, lr {LR}, eps {EPS}; worst of {len(SEEDS)} seeds",
         "date": datetime.date.today().isoformat(),
         "commit": commit,
@@ -169,7 +171,7 @@ def main() -> None:
         "ours": {"jax": importlib.metadata.version("jax"), "python": platform.python_version()},
         "rows": rows,
     }
-    (HERE / "uneven.json").write_text(json.dumps(found, indent=1) + "\n")
+    (HERE / "uneven.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Questions on which a small model of code can be tuned: what type a Python literal is, as prompt and completion.
+"""Make questions for fine-tuning a small code model: the type of a Python literal, as prompt and completion.
 
 python experiments/finetune/make_data.py runs/finetune/types.jsonl
 """
@@ -14,7 +14,7 @@ LINES = 4000
 
 
 def literal(draw: random.Random, depth: int = 0) -> object:
-    """A value; containers hold up to three others."""
+    """Return a random value; containers have up to three elements."""
     some = lambda: [literal(draw, depth + 1) for _ in range(draw.randint(1, 3))]  # noqa: E731
     simple = [
         lambda: draw.randint(-99, 999),
@@ -28,6 +28,7 @@ def literal(draw: random.Random, depth: int = 0) -> object:
 
 
 def main(out: str) -> None:
+    """Write the questions to a JSON-lines file."""
     draw, lines = random.Random(0), set()
     while len(lines) < LINES:
         value = literal(draw)

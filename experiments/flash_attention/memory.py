@@ -1,10 +1,11 @@
-"""What attention holds besides its arrays as the sequence grows: temporary bytes of compiled programs.
+"""Temporary memory of attention as the sequence grows, from compiled programs.
 
-    python experiments/flash_attention/memory.py      # on the CPU, and for TPUs that nobody has switched on
+    python experiments/flash_attention/memory.py      # for the CPU, and for absent TPUs
 
-Needs `make install EXTRAS=plot,tpu` for the TPUs; ten minutes on two cores. Nothing is run, only compiled: one example
-of 8 query heads on 2 key heads, 64 wide, bfloat16, causal. A slope is the power of the length that bytes grow with from
-one length to its double: 1 is linear, 2 the matrix of scores. Writes memory.json and memory.png.
+Needs `make install EXTRAS=plot,tpu` for the TPUs; ten minutes on two cores. Programs are compiled but not run: one
+sequence, 8 query heads and 2 key-value heads of dim 64, bfloat16, causal. The slope from one length to its double is
+the power of the length that bytes grow with: 1 is linear, 2 means a stored matrix of scores. Writes memory.json and
+memory.png.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from pallas_kernels.flash_attention import flash_attention
 HERE = Path(__file__).parent
 LENGTHS = tuple(1024 * 2**i for i in range(7))
 LONGER = (2**17, 2**18)
-"""For TPUs as well: on a v5e temporaries show only where they no longer fit elsewhere in the chip."""
+"""Further lengths for TPUs: on a v5e short sequences need no temporaries in HBM."""
 HEADS, KEY_HEADS, WIDTH = 8, 2, 64
 DIRECTIONS = ("forward", "forward and backward")
 
 
 def program(direction: str, implementation: str | None) -> Callable[..., Any]:
-    """The output of q, k, v and a cotangent, or the output and the gradients."""
+    """Return a function of q, k, v and a cotangent that computes the output, or the output and the gradients."""
     op = functools.partial(flash_attention, causal=True, implementation=implementation)
 
     def both(q: Any, k: Any, v: Any, g: Any) -> Any:
@@ -48,10 +49,11 @@ def program(direction: str, implementation: str | None) -> Callable[..., Any]:
 
 
 def compiled(where: str, direction: str, implementation: str | None, s: int) -> dict[str, Any]:
-    """One program's temporary bytes, and which implementation it holds.
+    """Compile one program; return its temporary bytes and the implementation in it.
 
     Raises:
-      jax.errors.JaxRuntimeError, ValueError: it does not compile.
+      jax.errors.JaxRuntimeError: the program does not compile.
+      ValueError: likewise.
     """
     forget()
     jax.clear_caches()
@@ -70,14 +72,14 @@ def compiled(where: str, direction: str, implementation: str | None, s: int) -> 
 
 
 def lines(topologies: list[str]) -> Iterator[tuple[str, str, str | None]]:
-    """(where, direction, implementation): "xla" and "dense" on the CPU, elsewhere what is chosen there."""
+    """Yield (device, direction, implementation): "xla" and "dense" on the CPU, the default (`None`) elsewhere."""
     for where, implementation in [("cpu", "xla"), ("cpu", "dense"), *((t, None) for t in topologies)]:
         for direction in DIRECTIONS:
             yield where, direction, implementation
 
 
 def line_of(where: str, direction: str, implementation: str | None, lengths: list[int]) -> list[dict[str, Any]]:
-    """Rows of growing length, as far as it compiles, with slopes."""
+    """Return rows of growing length, up to the first that does not compile, with slopes."""
     rows: list[dict[str, Any]] = []
     for s in lengths:
         try:
@@ -91,7 +93,7 @@ def line_of(where: str, direction: str, implementation: str | None, lengths: lis
                 flush=True,
             )
             return rows
-        if rows and rows[-1]["temporary_bytes"]:  # on a TPU short ones may need none outside of its own vector memory
+        if rows and rows[-1]["temporary_bytes"]:  # on a TPU short sequences may fit into VMEM
             before = rows[-1]
             row["slope"] = round(
                 math.log2(row["temporary_bytes"] / before["temporary_bytes"]) / math.log2(s / before["length"]), 3
@@ -106,7 +108,7 @@ def line_of(where: str, direction: str, implementation: str | None, lengths: lis
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Temporaries over lengths, both logarithmic."""
+    """Draw temporaries over lengths, both logarithmic."""
     figure = Figure(figsize=(13, 3.6), dpi=110, layout="constrained")
     colours = {"xla": "#3d7ea6", "dense": "#b8b8b8"}
     for ax, direction in zip(figure.subplots(1, 2, sharey=True), DIRECTIONS, strict=True):
@@ -132,6 +134,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
+    """Compile every program, and write memory.json and memory.png."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", nargs="*", default=["v5e", "v5p"])
     parser.add_argument("--lengths", nargs="*", type=int, help="instead of 1k to 64k")
@@ -141,14 +144,14 @@ def main() -> None:
         lengths = args.lengths or [*LENGTHS, *(LONGER if where != "cpu" else ())]
         rows += line_of(where, direction, implementation, lengths)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()
-    found = {
+    result = {
         "what": f"temporary bytes of compiled causal attention, {HEADS} heads on {KEY_HEADS}, {WIDTH} wide, bf16",
         "date": datetime.date.today().isoformat(),
         "commit": commit,
         "jax": jax.__version__,
         "rows": rows,
     }
-    (HERE / "memory.json").write_text(json.dumps(found, indent=1) + "\n")
+    (HERE / "memory.json").write_text(json.dumps(result, indent=1) + "\n")
     draw(rows, HERE / "memory.png")
 
 

@@ -1,12 +1,12 @@
-"""Does the demo's training lose the same with every attention? One run each, on the same values and batches.
+"""Train the demo once with each attention, from the same weights on the same batches, and compare the losses.
 
     python experiments/flash_attention/train.py             # about ten minutes on two cores; resumes where it stopped
-    python experiments/flash_attention/train.py --table     # from the runs that are there: results.json and loss.png
+    python experiments/flash_attention/train.py --table     # from existing runs: results.json and loss.png
 
-What is compared is `experiments/demo.gin` with jaxscale's plain attention, and with every implementation of
-`flash_attention` that this machine can run. How far two orders of summation alone lead apart, the plain attention on
-another mesh and with its batch in two halves says. Every run is a folder under `runs/flash_attention/`; a finished one
-is not repeated.
+Compared are `experiments/demo.gin` with jaxscale's plain attention, and with every implementation of `flash_attention`
+that this machine can run. Two more runs with plain attention, on another mesh and with the batch in two halves, show
+how much the order of summation alone changes the loss. Every run is a folder under `runs/flash_attention/`; finished
+runs are not repeated.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from pallas_kernels.flash_attention import IMPLEMENTATIONS, xla
 HERE = Path(__file__).parent
 RUNS = Path("runs/flash_attention")
 XLA_TILE = 32
-"""Of "xla" here, so that the demo's 128 tokens are several tiles."""
+"""Tile size of "xla" here, so that the demo's 128 tokens are several tiles."""
 PLAIN = "plain"
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One run: gin bindings on top of the demo's, and a mesh where it is not the usual one."""
+    """What differs from the demo in one run: gin bindings, and the mesh; `same_algorithm` marks the controls."""
 
     bindings: tuple[str, ...] = ()
     mesh: str | None = None
@@ -45,20 +45,20 @@ class Way:
 
 
 def ways() -> dict[str, Way]:
-    """What can be run here by name: the plain attention first, then it in other orders, then ours."""
-    found = {PLAIN: Way(), "plain, batch in halves": Way(("train.accumulate = 2",), same_algorithm=True)}
+    """Return the runs possible on this machine: plain attention, the controls, then flash attention."""
+    runs = {PLAIN: Way(), "plain, batch in halves": Way(("train.accumulate = 2",), same_algorithm=True)}
     if jax.device_count() > 1:
-        found["plain, fsdp=-1"] = Way(mesh="fsdp=-1", same_algorithm=True)
+        runs["plain, fsdp=-1"] = Way(mesh="fsdp=-1", same_algorithm=True)
     here = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
     names = [one.name for one in IMPLEMENTATIONS if not one.platforms or here in one.platforms] + ["dense"]
     for name in names:
         flash = ("Transformer.attention = @flash_attention", f"flash_attention.implementation = '{name}'")
-        found[f"flash, {name}"] = Way(flash)
-    return found
+        runs[f"flash, {name}"] = Way(flash)
+    return runs
 
 
 def config(way: Way, steps: int, dtype: str) -> js.TrainConfig:
-    """The demo's settings: on the CPU on its mesh of 8 simulated devices, else data-parallel over what there is."""
+    """Return the demo's config: on a CPU with its mesh of 8 simulated devices, else data-parallel over all devices."""
     js.config.load(["experiments/demo.gin"], [f"Transformer.dtype = '{dtype}'", *way.bindings])
     demo: Any = js.config.call("train")
     usual = demo.layout if jax.default_backend() == "cpu" else js.Layout("data=-1")
@@ -75,16 +75,17 @@ def config(way: Way, steps: int, dtype: str) -> js.TrainConfig:
 
 
 def folder(name: str, steps: int, dtype: str) -> Path:
+    """Return the folder of a run."""
     return RUNS / f"{name.replace(', ', '-').replace(' ', '-').replace('=', '')}-{dtype}-{steps}"
 
 
 def losses(path: Path) -> list[float]:
-    """The training loss (nats per byte) of every step."""
+    """Return the training loss (nats per byte) of every step."""
     return [row["loss"] for row in js.Run(path).metrics()] if (path / "metrics.jsonl").exists() else []
 
 
 def train(steps: int, dtype: str) -> dict[str, str]:
-    """Every run that is not finished; returns why some cannot be."""
+    """Train every run that is not finished; return name -> reason of those that cannot run."""
     refused = {}
     for name, way in ways().items():
         path = folder(name, steps, dtype)
@@ -99,7 +100,7 @@ def train(steps: int, dtype: str) -> dict[str, str]:
 
 
 def table(steps: int, dtype: str) -> list[dict[str, Any]]:
-    """A row per finished run: its last loss, and how far its loss was from the plain one's at any step."""
+    """Return a row per finished run: its last loss, and the largest difference from plain attention at any step."""
     plain, rows = losses(folder(PLAIN, steps, dtype)), []
     for name, way in ways().items():
         mine = losses(folder(name, steps, dtype))
@@ -122,7 +123,7 @@ def table(steps: int, dtype: str) -> list[dict[str, Any]]:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Losses over each other, and their differences to the plain one's."""
+    """Draw all losses, and their differences from plain attention."""
     figure = Figure(figsize=(13, 3.6), dpi=110, layout="constrained")
     left, right = figure.subplots(1, 2)
     colours = iter(("#d1495b", "#edae49", "#3d7ea6", "#66a182", "#8d6a9f"))
@@ -146,9 +147,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
+    """Train what is missing, write results.json and loss.png, and print the differences."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--dtype", default="float32", help="of the arithmetic; a GPU's kernel takes bfloat16")
+    parser.add_argument("--dtype", default="float32", help="dtype of the arithmetic; kernels for GPUs need bfloat16")
     parser.add_argument("--table", action="store_true", help="train nothing")
     args = parser.parse_args()
     if os.environ.get("JAX_PLATFORMS") == "cpu":
@@ -158,7 +160,7 @@ def main() -> None:
     xla.TILE = XLA_TILE
     refused = {} if args.table else train(args.steps, args.dtype)
     rows = table(args.steps, args.dtype)
-    found = {
+    result = {
         "what": "training loss of experiments/demo.gin, nats per byte, with each attention; differences to the plain",
         "steps": args.steps,
         "dtype": args.dtype,
@@ -171,13 +173,13 @@ def main() -> None:
         "refused": refused,
         "rows": [{**row, "losses": [float(f"{x:.7g}") for x in row["losses"]]} for row in rows],
     }
-    (HERE / "results.json").write_text(json.dumps(found) + "\n")
+    (HERE / "results.json").write_text(json.dumps(result) + "\n")
     draw(rows, HERE / "loss.png")
     orders = [row["largest_difference"] for row in rows if row["same_algorithm"]]
     for row in rows:
         print(
             f"{row['attention']:24s} last {row['last_loss']:.6f}, mean of the last 50 "
-            f"{row['mean_loss_of_the_last_50']:.6f}, from the plain one at most {row['largest_difference']:.2e} "
+            f"{row['mean_loss_of_the_last_50']:.6f}, from plain attention at most {row['largest_difference']:.2e} "
             f"({row['largest_difference_in_the_first_10_steps']:.2e} in 10 steps)"
         )
     for name, why in refused.items():

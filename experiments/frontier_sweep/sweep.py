@@ -1,8 +1,8 @@
-"""Which plans the planner prefers on Frontier, against what Dash et al. 2023 (arXiv:2312.12705) found by trying.
+"""Rank training plans on Frontier with the planner, and compare with Dash et al. 2023 (arXiv:2312.12705), who measured.
 
     python experiments/frontier_sweep/sweep.py         # prints the tables, writes sweep.json
 
-Nothing is compiled and nothing is fitted: times are at the hardware's peak, and only their order is meant.
+Nothing is compiled and nothing is fitted: times assume the hardware's peak, and only their order is meaningful.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from jaxscale.step import TrainConfig  # noqa: E402
 
 SEQ = 2048
 MODELS = {"22b": (48, 6144, 48), "175b": (96, 12288, 96), "1t": (128, 25600, 128)}
-"""Layers, width, heads: Megatron-LM's models of these sizes (Korthikanti et al. 2022); the paper's own table was not at
-hand."""
+"""Layers, width, heads: Megatron-LM's models of these sizes (Korthikanti et al. 2022), since the paper's own table was
+not available."""
 MACHINES = {"22b": (64, 512), "175b": (1024, 2048), "1t": (3072, 3072)}
-"""Dies and rows of a batch. 1024 and 3072 are the paper's for the larger two; the rest is ours."""
+"""Dies and batch rows. 1024 and 3072 dies are the paper's for the larger two models; the rest is our choice."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A way to train a model: tensor and pipeline sizes, rows of a micro-batch, replicas."""
+    """A plan to train a model: tensor size, pipeline stages, rows of a micro-batch, replicas, rows of the batch."""
 
     model: str
     tensor: int
@@ -48,13 +48,16 @@ class Plan:
 
     @property
     def dies(self) -> int:
+        """Return the number of dies."""
         return self.tensor * self.stages * self.replicas
 
     @property
     def parts(self) -> int:
+        """Return the number of micro-batches of each replica."""
         return self.batch // (self.replicas * self.rows)
 
     def config(self) -> TrainConfig:
+        """Return the run's config."""
         depth, width, heads = MODELS[self.model]
         model = TransformerConfig(
             depth=depth,
@@ -82,11 +85,15 @@ class Plan:
         )
 
     def time(self) -> StepTime:
-        there = topology(f"{HERE / 'mi250x.json'}:2x{self.dies // 2}")
-        return step_time(megatron.work_of_stage(self.config(), there, overlap=False), there)
+        """Return the estimated time of a step."""
+        frontier = topology(f"{HERE / 'mi250x.json'}:2x{self.dies // 2}")
+        return step_time(megatron.work_of_stage(self.config(), frontier, overlap=False), frontier)
 
     def bytes(self) -> float:
-        """Of the first stage's device: weights, float32 gradients, a share of the optimizer's, and layer inputs."""
+        """Return the bytes on a device of the first stage.
+
+        They are weights, float32 gradients, its share of optimizer state, and saved layer inputs.
+        """
         depth, width, _ = MODELS[self.model]
         layers = depth // self.stages
         params = (12 * layers * width**2 + 51200 * width) / self.tensor
@@ -95,7 +102,7 @@ class Plan:
 
 
 def plans(model: str, dies: int, batch: int) -> Iterator[Plan]:
-    """Every plan that divides and fits."""
+    """Yield every plan whose sizes divide the model and batch, and that fits into memory."""
     depth, _, heads = MODELS[model]
     for tensor, stages, rows in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8)):
         if dies % (tensor * stages) or depth % stages or heads % tensor:
@@ -109,7 +116,7 @@ def plans(model: str, dies: int, batch: int) -> Iterator[Plan]:
 
 
 def line(plan: Plan, time: StepTime) -> dict[str, Any]:
-    """A plan, and its time."""
+    """Return a plan and its estimates as a row."""
     return dataclasses.asdict(plan) | {
         "seconds": round(time.total, 3),
         "mfu": round(time.mfu, 4),
@@ -120,17 +127,18 @@ def line(plan: Plan, time: StepTime) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Ranks, prints, writes."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    """Rank the plans, print tables and write sweep.json."""
+    ranked: dict[str, list[dict[str, Any]]] = {}
     for model, (dies, batch) in MACHINES.items():
         rows = [line(plan, plan.time()) for plan in plans(model, dies, batch)]
-        found[model] = sorted(rows, key=lambda row: row["seconds"])
+        ranked[model] = sorted(rows, key=lambda row: row["seconds"])
         print(f"\n{model} on {dies} dies, {batch} rows: {len(rows)} plans fit")
         print("| tensor | stages | rows | replicas | MFU at peak | exposed | bubble | GB |\n" + "|---" * 8 + "|")
-        for row in (*found[model][:4], found[model][-1]):
+        for row in (*ranked[model][:4], ranked[model][-1]):
             names = ("tensor", "stages", "rows", "replicas", "mfu", "exposed", "bubble", "gb")
             print("| " + " | ".join(str(row[n]) for n in names) + " |")
-    best = {model: Plan(**{f.name: rows[0][f.name] for f in dataclasses.fields(Plan)}) for model, rows in found.items()}
+    fields = [f.name for f in dataclasses.fields(Plan)]
+    best = {model: Plan(**{name: rows[0][name] for name in fields}) for model, rows in ranked.items()}
     scaling = {}
     for model in ("175b", "1t"):
         half = dataclasses.replace(best[model], replicas=best[model].replicas // 2)
@@ -146,7 +154,7 @@ def main() -> None:
         plan = Plan("22b", size, 1, 4, 64 // size, 512)
         tensor[size] = line(plan, plan.time())
         print("tensor", tensor[size])
-    text = json.dumps({"plans": found, "scaling": scaling, "tensor": tensor}, indent=1)
+    text = json.dumps({"plans": ranked, "scaling": scaling, "tensor": tensor}, indent=1)
     (HERE / "sweep.json").write_text(text + "\n")
 
 

@@ -1,8 +1,8 @@
-"""Times matrix products of many shapes, fits `jaxscale.plan.gemm` on two thirds and predicts the rest.
+"""Time matrix products of many shapes, fit `jaxscale.plan.gemm` to two thirds and predict the rest.
 
-taskset -c 0 python experiments/gemm_model/fit.py --own-time        # of one CPU core
-python experiments/gemm_model/fit.py --largest 8192 --dtypes bfloat16 float8_e4m3fn     # of a GPU
-python experiments/gemm_model/fit.py --read experiments/gemm_model/cpu.json             # fits again, times nothing
+taskset -c 0 python experiments/gemm_model/fit.py --own-time        # on one CPU core
+python experiments/gemm_model/fit.py --largest 8192 --dtypes bfloat16 float8_e4m3fn     # on a GPU
+python experiments/gemm_model/fit.py --read experiments/gemm_model/cpu.json             # fit again, without timing
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from jaxscale.plan.clock import STEADY, own_time
 
 
 def main() -> None:
-    """Prints a line per dtype and writes measurements, models and scores."""
+    """Print a line per dtype, and write measurements, models and scores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--shapes", type=int, default=90)
     parser.add_argument("--largest", type=int, default=768)
-    parser.add_argument("--own-time", action="store_true", help="count the process's own work: a busy machine's CPU")
-    parser.add_argument("--read", metavar="FILE", help="fit what was measured before")
+    parser.add_argument("--own-time", action="store_true", help="processor time, for a busy CPU")
+    parser.add_argument("--read", metavar="FILE", help="fit earlier measurements in this file")
     parser.add_argument("--out", metavar="FILE")
     args = parser.parse_args()
     if args.read:
         old = json.loads(Path(args.read).read_text())
-        measured = {d: [gemm.Gemm(**g) for g in found["products"]] for d, found in old["dtypes"].items()}
+        measured = {d: [gemm.Gemm(**g) for g in entry["products"]] for d, entry in old["dtypes"].items()}
     else:
         timer = own_time if args.own_time else time.perf_counter
         sizes = gemm.shapes(args.shapes, args.largest)

@@ -1,9 +1,9 @@
-"""What generation over many devices sends, keeps, saves and leaves idle: counts, and two models that say they are.
+"""Generation over several devices: bytes sent, memory, padding and idle time, by counts and by two simple models.
 
     python -m experiments.inference.table            # a minute on two cores; writes results/table.json
 
-Nothing here is a time of this machine. What is sent is read off compiled programs (eight simulated devices), passes
-and tokens are the engine's own counts, and the two rows marked SIM are formulas that README.md writes out.
+Nothing here is a time of this machine. Bytes sent are read from compiled programs (eight simulated devices), passes and
+tokens are counted by the engine, and the two results marked SIM are simulations that README.md explains.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CONFIG = TransformerConfig(depth=2, vocab=256, width=256, heads=8, kv_heads=2, h
 
 
 def sent_over_context(devices: int, length: int) -> dict[str, Any]:
-    """Of one step of one text whose keys lie on `devices`: bytes that a device sends, and the cache's (row 215)."""
+    """Count, for a decode step of one sequence sharded over devices, the bytes sent and the cache (row 215)."""
     layout = generating(Layout(f"context={devices}"))
     graphdef, infos = describe_model(CONFIG)
     model, cache = nnx.merge(graphdef, infos), Contiguous()
@@ -50,7 +50,7 @@ def sent_over_context(devices: int, length: int) -> dict[str, Any]:
         states = jax.eval_shape(lambda: init_cache(model, cache, 1, 1, length))
         shapes = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
         inputs = shapes, states, jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-        # the cache stays where it is, so that what is sent is the step's own
+        # the cache keeps its sharding, so that only the step itself sends
         lay = lambda x: layout.sharding(Contiguous.axes, x.shape, kind="activations")  # noqa: E731
         placed = jax.tree.map(lay, states)
         compiled = (
@@ -63,7 +63,7 @@ def sent_over_context(devices: int, length: int) -> dict[str, Any]:
 
 
 def idle(workers: int, lengths: tuple[int, ...]) -> dict[str, Any]:
-    """Share of tile times in which a worker waits for the slowest, by three ways to deal out keys (row 54)."""
+    """Return the share of time that workers wait for the slowest, for three ways to distribute keys (row 54)."""
     page, heads = 64, 8
     most = -(-max(lengths) // page)
     tables = np.full((len(lengths), most), -1, np.int32)
@@ -72,14 +72,14 @@ def idle(workers: int, lengths: tuple[int, ...]) -> dict[str, Any]:
     q = np.zeros((len(lengths), 1, heads, 8), np.float32)
     inputs = Inputs(q=q, k=k, v=k, tables=tables, positions=positions, first=np.int32(0))  # type: ignore[arg-type]
     settings = Settings(Score("softmax", 1.0, None, 0.0), None, 8, 1)
-    found = shares(Tiles.of(inputs, settings, page), inputs, settings, workers=workers, heads=heads)
-    dealt = np.diff(np.asarray(found.begin))
+    split = shares(Tiles.of(inputs, settings, page), inputs, settings, workers=workers, heads=heads)
+    dealt = np.diff(np.asarray(split.begin))
     tiles = np.repeat(-(-np.asarray(lengths) // page), heads)
     fixed = np.concatenate([np.full(8, -(-t // 8)) for t in tiles])  # every row and head in eight (flash-decoding)
     total = tiles.sum()
 
     def waits(jobs: np.ndarray) -> float:
-        """Jobs to whoever is free first, in their order."""
+        """Give each job, in order, to the worker that is free first; return the share of idle time."""
         load = np.zeros(workers)
         for job in jobs:
             load[load.argmin()] += job
@@ -94,25 +94,25 @@ def idle(workers: int, lengths: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def arrivals(rate: float, texts: int = 60) -> dict[str, Any]:
-    """Texts that come at random: passes through the model, and places that were padding (rows 11 and 22)."""
+def arrivals(rate: float, count: int = 60) -> dict[str, Any]:
+    """Serve requests that arrive at random; count passes through the model, and padding (rows 11 and 22)."""
     random = np.random.default_rng(0)
     graphdef, _ = describe_model(CONFIG)
     params = jax.jit(make_params, static_argnums=(0, 1))(CONFIG, 0)
     engine = Engine(Cached(graphdef, params, cache=Paged(16), rows=8, length=128, budget=128))
-    prompts = [tuple(random.integers(1, 256, random.integers(4, 64)).tolist()) for _ in range(texts)]
+    prompts = [tuple(random.integers(1, 256, random.integers(4, 64)).tolist()) for _ in range(count)]
     requests = [
         Request(p, Sampling(max_tokens=int(random.integers(4, 48)), ignore_end=True), i) for i, p in enumerate(prompts)
     ]
     waiting = list(requests)
     while waiting or engine.busy:
-        for _ in range(random.poisson(rate * 8)):  # the engine may do eight steps at a look
+        for _ in range(random.poisson(rate * 8)):  # one call of the engine may do eight steps
             if waiting:
                 engine.submit(waiting.pop(0))
         engine.step()
     stats = engine.stats
-    # in batches of eight as they came, each padded to its longest prompt, until its longest answer is there
-    batches = [requests[i : i + 8] for i in range(0, texts, 8)]
+    # for comparison: batches of eight in order of arrival, padded to the longest prompt, run to the longest completion
+    batches = [requests[i : i + 8] for i in range(0, count, 8)]
     longest = [(max(len(r.prompt) for r in b), max(r.sampling.max_tokens for r in b)) for b in batches]
     return {
         "texts a step": rate,
@@ -126,7 +126,7 @@ def arrivals(rate: float, texts: int = 60) -> dict[str, Any]:
 
 
 def resident(depth: int) -> dict[str, Any]:
-    """Bytes of a model's parameters on the device while its layers are streamed (row 2)."""
+    """Return the most bytes of parameters on the device while layers are streamed from the host (row 2)."""
     config = TransformerConfig(depth=depth, vocab=256, width=256, heads=8, kv_heads=2, hidden=1024)
     graphdef, infos = describe_model(config)
     params = jax.jit(make_params, static_argnums=(0, 1))(config, 0)
@@ -141,9 +141,9 @@ def resident(depth: int) -> dict[str, Any]:
 
 
 def star(devices: int, latency: float, bandwidth: float, payload: int) -> dict[str, Any]:
-    """SIM: seconds of an all-reduce by a ring and by a star whose middle is one of the devices (row 2)."""
+    """SIM: return the seconds of an all-reduce by a ring, and by a star with one device as its centre (row 2)."""
     ring = 2 * (devices - 1) * (latency + payload / devices / bandwidth)
-    # all send to the middle, whose link takes one after the other, and are sent the sum
+    # all devices send to the centre, whose link receives one after the other; then the centre sends the sum
     return {
         "devices": devices,
         "latency": latency,
@@ -154,11 +154,11 @@ def star(devices: int, latency: float, bandwidth: float, payload: int) -> dict[s
     }
 
 
-def borrowed(devices: int, pages: int = 512, texts: int = 2000) -> dict[str, Any]:
-    """SIM: share of all pages in use when the first text finds no room, each device's own or everybody's (215)."""
+def borrowed(devices: int, pages: int = 512, sequences: int = 2000) -> dict[str, Any]:
+    """SIM: return the share of pages in use when a sequence first does not fit, with own and shared pages (row 215)."""
     random, used = np.random.default_rng(0), {"own": [], "shared": []}
     for _ in range(50):
-        needs = np.ceil(random.pareto(1.2, texts) * 8 + 1).astype(int)
+        needs = np.ceil(random.pareto(1.2, sequences) * 8 + 1).astype(int)
         for kind, pools in (("own", np.full(devices, pages)), ("shared", np.array([devices * pages]))):
             left = pools.copy()
             for need in needs:
@@ -170,10 +170,10 @@ def borrowed(devices: int, pages: int = 512, texts: int = 2000) -> dict[str, Any
 
 
 def main() -> None:
-    """Writes the file and prints it."""
+    """Compute everything, write the file and print it."""
     js.simulate_devices(8)
     links = ((1e-3, 1e8 / 8), (1e-3, 1e9 / 8), (3.4e-6, 4.5e11))
-    found = {
+    results = {
         "context": [sent_over_context(d, n) for d in (2, 4, 8) for n in (1024, 8192)],
         "idle": [
             idle(132, (4096,) * 8),
@@ -187,8 +187,8 @@ def main() -> None:
         "jax": jax.__version__,
     }
     OUT.parent.mkdir(exist_ok=True)
-    OUT.write_text(json.dumps(found, indent=1) + "\n")
-    for name, rows in found.items():
+    OUT.write_text(json.dumps(results, indent=1) + "\n")
+    for name, rows in results.items():
         if isinstance(rows, list):
             print(f"\n{name}")
             for row in rows:

@@ -1,11 +1,11 @@
-"""Host memory of an import and an export: peak resident bytes, of a made-up checkpoint.
+"""Host memory of an import and an export: peak resident bytes, for a random checkpoint.
 
     python -m experiments.interop.memory                      # 2 GB, four cases, results/memory.jsonl
     python -m experiments.interop.memory --gigabytes 0.1
 
 Writes a Llama folder of random bfloat16, one tensor at a time, in a process of its own; imports it, imports it for
 tensor=4, and exports it again, each in a process that reports its peak (`VmHWM`) above what it had before it opened the
-folder. What is wanted: at most twice the largest tensor, plus a constant that does not grow with the checkpoint.
+folder. Target: at most twice the largest tensor, plus a constant that does not grow with the checkpoint.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any
 HERE = Path(__file__).parent
 MIB = 2**20
 CONSTANT = 256 * MIB
-"""Allowed besides: chunks of 64 MiB, of which every thread has one and a copy, and what is imported on the way."""
+"""Allowance on top: each thread has a chunk of 64 MiB and a copy of it, and Python modules are imported."""
 
 
 def make(folder: Path, gigabytes: float, vocab_share: float) -> dict[str, Any]:
-    """Writes the folder; a share of it is the embedding, and as much the head."""
+    """Write a Llama folder; `vocab_share` of it is the embedding, and as much the output head."""
     import ml_dtypes
     import numpy as np
 
@@ -58,7 +58,7 @@ def make(folder: Path, gigabytes: float, vocab_share: float) -> dict[str, Any]:
         shapes |= {f"{layer}mlp.{n}_proj.weight": (hidden, width) for n in ("gate", "up")}
         shapes[f"{layer}mlp.down_proj.weight"] = (width, hidden)
     folder.mkdir(parents=True)
-    # a prime number of values over and over, so that no two tensors are alike; the exponents of small numbers: no NaN
+    # repeat a prime number of values, so that no two tensors are equal; the mask leaves small exponents: no NaN
     random = np.random.default_rng(0).integers(0, 2**16, 9_999_991, np.uint16) & 0xBFFF
     at = 0
     with (folder / "model.safetensors").open("wb") as f:
@@ -73,13 +73,13 @@ def make(folder: Path, gigabytes: float, vocab_share: float) -> dict[str, Any]:
 
 
 def peak() -> int:
-    """Bytes that this process has had resident at once."""
+    """Return the peak resident memory of this process in bytes."""
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
 def case(name: str, source: str, out: str) -> dict[str, Any]:
-    """One of them, in this process."""
+    """Run one import or export in this process; return its peak memory and time."""
     import jax
 
     import jaxscale as js
@@ -87,7 +87,7 @@ def case(name: str, source: str, out: str) -> dict[str, Any]:
 
     js.simulate_devices(4)
     jax.numpy.zeros(1).block_until_ready()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, began = peak(), time.monotonic()
     if name == "export":
         export_checkpoint(source, out)
@@ -97,7 +97,7 @@ def case(name: str, source: str, out: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs all, each in a process of its own."""
+    """Run every case in a process of its own, and write the results after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--folder", help="where to write (default: a temporary one)")
@@ -116,9 +116,9 @@ def main() -> None:
             about = make(root / "theirs", gigabytes, share)
             jobs = [("import", "theirs", "run"), ("import tensor=4", "theirs", "cut"), ("export", "run", "back")]
             for name, source, made in jobs:
-                told = [sys.executable, "-m", "experiments.interop.memory"]
-                told += ["--case", name, str(root / source), str(root / made)]
-                done = subprocess.run(told, check=True, capture_output=True, text=True)
+                command = [sys.executable, "-m", "experiments.interop.memory"]
+                command += ["--case", name, str(root / source), str(root / made)]
+                done = subprocess.run(command, check=True, capture_output=True, text=True)
                 line = {**about, **json.loads(done.stdout.splitlines()[-1])}
                 line["more"] = line["peak"] - line["before"]
                 line["allowed"] = 2 * line["largest"] + CONSTANT
@@ -131,7 +131,7 @@ def main() -> None:
 
 
 def same_tensors(a: Path, b: Path) -> bool:
-    """Whether two folders hold the same tensors, bit for bit."""
+    """Return whether two folders have the same tensors, bit for bit."""
     from jaxscale.interop import SafeTensors
 
     one, two = SafeTensors(a), SafeTensors(b)

@@ -1,11 +1,11 @@
-"""Every family against `transformers`: logits, and 64 greedy tokens with a cache and without, on three layouts.
+"""Compare every model family with `transformers`: logits, and 64 greedy tokens with and without cache, three layouts.
 
     python -m experiments.interop.proof                 # all of them, and results/proof.jsonl
     python -m experiments.interop.proof --only qwen3
 
-A tiny model of each with random weights, written by `transformers` and read from its folder, float32. They continue two
-prompts of 16 ids by 64, greedily and with their own cache. Without a cache, ours is given the whole text and has to
-find each of the 64 likeliest, which is what choosing them one by one comes to; with a cache they are chosen so.
+For each family `transformers` saves a tiny float32 model with random weights, and continues two prompts of 16 tokens by
+64, greedily. Without a cache, our model gets the whole sequence, and each of the 64 tokens has to have the largest
+logit, which is equivalent to greedy generation; with a cache, our model generates them one by one.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ WITHIN = 1e-4
 
 
 def main() -> None:
-    """Writes a line per family and layout."""
+    """Compare, and write a line per family and layout."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="one family")
-    parser.add_argument("--missing", action="store_true", help="only what the file has no line of")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "proof.jsonl", help="the file")
+    parser.add_argument("--only", help="only this family")
+    parser.add_argument("--missing", action="store_true", help="only families and layouts that the file lacks")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "proof.jsonl", help="the file of results")
     args = parser.parse_args()
     js.simulate_devices(8)
     out = args.out
     out.parent.mkdir(exist_ok=True)
     lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    there = {(x["family"], x["layout"]) for x in lines} if args.missing else set()
+    done = {(x["family"], x["layout"]) for x in lines} if args.missing else set()
     for name in [args.only] if args.only else foreign.MODELS:
-        if all((name, where) in there for where in LAYOUTS):
+        if all((name, where) in done for where in LAYOUTS):
             continue
         text = foreign.continued(name, PROMPT, NEW)
-        wanted = foreign.logits(name, text)
+        expected = foreign.logits(name, text)
         with tempfile.TemporaryDirectory() as folder:
-            found = open_pretrained(foreign.save(name, Path(folder)), dtype="float32")
+            opened = open_pretrained(foreign.save(name, Path(folder)), dtype="float32")
             for where in LAYOUTS:
                 began = time.monotonic()
-                got = greedy.run(found, None if where == "none" else js.Layout(where), text, PROMPT)
+                got = greedy.run(opened, None if where == "none" else js.Layout(where), text, PROMPT)
                 at = np.s_[:, PROMPT - 1 : -1]
                 line = {
                     "family": name,
                     "layout": where,
-                    "error": float(np.abs(got.logits - wanted).max()),
-                    "largest": float(np.abs(wanted).max()),
+                    "error": float(np.abs(got.logits - expected).max()),
+                    "largest": float(np.abs(expected).max()),
                     "without cache": int((got.logits[at].argmax(-1) == text[:, PROMPT:]).all(0).sum()),
                     "with cache": int((got.cached == text[:, PROMPT:]).all(0).sum()),
                     "seconds": round(time.monotonic() - began, 1),

@@ -1,4 +1,4 @@
-"""The tables of README.md, from results/*.jsonl.
+"""Print the tables of README.md from results/*.jsonl.
 
 python -m experiments.interop.table
 """
@@ -18,16 +18,16 @@ def _lines(name: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Prints them."""
+    """Print both tables."""
     proof = _lines("proof.jsonl")
     layouts = list(dict.fromkeys(x["layout"] for x in proof))
     print("| family | " + " | ".join(f"{w}: error, tokens" for w in layouts) + " |\n|---|" + "---|" * len(layouts))
     for family in dict.fromkeys(x["family"] for x in proof):
         cells = []
         for where in layouts:
-            found = [x for x in proof if (x["family"], x["layout"]) == (family, where)]
-            new = found[0].get("new", 64) if found else 0
-            cells += [f"{x['error']:.1e}, {x['without cache']} and {x['with cache']} of {new}" for x in found] or ["-"]
+            rows = [x for x in proof if (x["family"], x["layout"]) == (family, where)]
+            new = rows[0].get("new", 64) if rows else 0
+            cells += [f"{x['error']:.1e}, {x['without cache']} and {x['with cache']} of {new}" for x in rows] or ["-"]
         print(f"| {family} | " + " | ".join(cells) + " |")
     print("\n| checkpoint | largest tensor | case | more than before | allowed | seconds |\n|---|---|---|---|---|---|")
     for x in _lines("memory.jsonl"):

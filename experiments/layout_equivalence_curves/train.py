@@ -1,11 +1,11 @@
-"""Is the training curve the same on every layout? One run each of `curves.gin`, from the same seed on the same batches.
+"""Train `curves.gin` once on each layout, from the same seed on the same batches, and compare the losses.
 
     JAX_PLATFORMS=cpu python experiments/layout_equivalence_curves/train.py            # resumes where it stopped
-    JAX_PLATFORMS=cpu python experiments/layout_equivalence_curves/train.py --table    # from the runs that are there
+    JAX_PLATFORMS=cpu python experiments/layout_equivalence_curves/train.py --table    # from existing runs
 
-Beside six layouts run two controls on one device: the same batch in two halves, which is the same training with sums in
-another order, and another seed, which is another training. Every run is a folder under
-`runs/layout_equivalence_curves/`; a finished one is not repeated.
+Besides six layouts there are two controls on one device: the same batch in two halves, which only changes the order of
+sums, and another seed, which changes the training. Every run is a folder under `runs/layout_equivalence_curves/`;
+finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -40,27 +40,28 @@ LAYOUTS = (
     js.Layout("pipeline=2,fsdp=2,tensor=2", pipeline="1f1b:4"),
 )
 UP_TO = (10, 100, 300)
-"""Steps up to which deviations are told."""
+"""The table has the largest deviation within so many first steps."""
 
 
 def ways() -> dict[str, dict[str, Any]]:
-    """What differs from `curves.gin`, by name; the truth first, then the controls."""
+    """Return name -> settings that differ from `curves.gin`: the reference first, then the controls and layouts."""
     controls: dict[str, dict[str, Any]] = {ALONE: {}, HALVES: {"accumulate": 2}, SEED: {"seed": 1}}
     return controls | {layout.mesh: {"layout": layout} for layout in LAYOUTS}
 
 
 def folder(name: str) -> Path:
+    """Return the folder of a run."""
     return RUNS / re.sub(r"[ ,=]+", "-", name)
 
 
 def losses(name: str) -> np.ndarray:
-    """The training loss (nats per byte) of every step."""
+    """Return the training loss (nats per byte) of every step."""
     path = folder(name)
     return np.array([row["loss"] for row in Run(path).metrics()] if (path / "metrics.jsonl").exists() else [])
 
 
 def train() -> None:
-    """Every run that is not finished."""
+    """Train every run that is not finished."""
     js.config.load([HERE / "curves.gin"])
     base = cast(TrainConfig, js.config.call("train"))
     for name, changes in ways().items():
@@ -70,7 +71,7 @@ def train() -> None:
 
 
 def table() -> list[dict[str, Any]]:
-    """A row per run: its last loss, and the largest relative deviation from one device's up to some steps."""
+    """Return a row per run: its last loss, and its largest relative deviations from the run on one device."""
     want = losses(ALONE)
     rows = []
     for name in ways():
@@ -81,7 +82,7 @@ def table() -> list[dict[str, Any]]:
 
 
 def draw(path: Path) -> None:
-    """Curves over each other, and their deviations from one device's."""
+    """Draw all losses, and their deviations from the run on one device."""
     figure = Figure(figsize=(13, 4), dpi=110, layout="constrained")
     left, right = figure.subplots(1, 2)
     want = losses(ALONE)
@@ -109,6 +110,7 @@ def draw(path: Path) -> None:
 
 
 def main() -> None:
+    """Train what is missing, write results/ and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", action="store_true", help="train nothing")
     args = parser.parse_args()
@@ -116,7 +118,7 @@ def main() -> None:
     if not args.table:
         train()
     rows = table()
-    found = {
+    result = {
         "what": "training loss of curves.gin, nats per byte; largest deviations, relative, from one device's",
         "date": datetime.date.today().isoformat(),
         "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip(),
@@ -126,7 +128,7 @@ def main() -> None:
         "rows": rows,
         "losses": {name: [float(f"{x:.8g}") for x in losses(name)] for name in ways()},
     }
-    (HERE / "results/curves.json").write_text(json.dumps(found, separators=(",", ":")) + "\n")
+    (HERE / "results/curves.json").write_text(json.dumps(result, separators=(",", ":")) + "\n")
     draw(HERE / "results/curves.png")
     print("| run | last loss | " + " | ".join(f"first {n}" for n in UP_TO) + " |")
     print("|---" * (2 + len(UP_TO)) + "|")

@@ -1,10 +1,10 @@
-"""How the memory of loss and gradients grows when depth, sequence or vocabulary doubles, against what theory says.
+"""How the memory of loss and gradients grows when depth, sequence or vocabulary doubles, compared with theory.
 
     python experiments/memory_policies/growth.py            # about two minutes on two cores; growth.json
-    python experiments/memory_policies/growth.py --tpu v5p  # the vocabulary alone, on a chip not here; growth_v5p.json
+    python experiments/memory_policies/growth.py --tpu v5p  # only the vocabulary, for an absent chip; growth_v5p.json
 
-Compiled temporaries of a small transformer on one device, float32, flash attention: what lies between the parameters
-and their gradients.
+Measured are the temporaries of the compiled program, without parameters and gradients, of a small transformer on one
+device, float32, with flash attention.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
 def temporaries(
     case: str, chip: str | None = None, *, depth: int = BASE.depth, seq: int = SEQ, vocab: int = BASE.vocab
 ) -> int:
-    """Temporary bytes of loss and gradients, on the CPU or a chip of that name."""
+    """Return the temporary bytes of loss and gradients, on the CPU or on a chip with this name."""
     changes, loss = CASES[case]
     graphdef, infos = describe_model(dataclasses.replace(BASE, depth=depth, vocab=vocab, **changes))
     params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos)
@@ -56,7 +56,7 @@ def temporaries(
 
 
 def theory(case: str, of: str) -> tuple[str, float]:
-    """What doubling adds by arithmetic: in words and bytes."""
+    """Return what doubling adds in theory, in words and in bytes."""
     stream = 4 * SEQ * BASE.width
     if of == "depth":
         if case == "reversible":
@@ -75,8 +75,9 @@ DOUBLED = {"depth": {"depth": 2 * BASE.depth}, "seq": {"seq": 2 * SEQ}, "vocab":
 
 
 def main() -> None:
+    """Compile every case and its doubled forms, print and write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tpu", metavar="CHIP", help="double the vocabulary alone, for this chip, as v5p")
+    parser.add_argument("--tpu", metavar="CHIP", help="double only the vocabulary, for this chip, such as v5p")
     chip = parser.parse_args().tpu
     rows = []
     for case in CASES if chip is None else ("full", "full, logits held"):
@@ -88,9 +89,9 @@ def main() -> None:
                    "added": doubled - base, "theory": words,
                    "theory_bytes": None if math.isnan(expected) else int(expected)}  # fmt: skip
             rows.append(row)
-            said = "" if math.isnan(expected) else f" = {expected / 2**20:.1f} MiB"
+            equal_to = "" if math.isnan(expected) else f" = {expected / 2**20:.1f} MiB"
             print(f"{case:18s} {of:6s} x2: {base / 2**20:6.1f} -> {doubled / 2**20:6.1f} MiB, slope {row['slope']:.2f},"
-                  f" adds {row['added'] / 2**20:6.1f} MiB; theory: {words}{said}", flush=True)  # fmt: skip
+                  f" adds {row['added'] / 2**20:6.1f} MiB; theory: {words}{equal_to}", flush=True)  # fmt: skip
     about = {"date": datetime.date.today().isoformat(), "jax": jax.__version__, "device": chip or "one CPU device",
              "model": "8 layers, 128 wide, 4096 words, 1 x 2048 tokens, float32"}  # fmt: skip
     to = HERE / ("growth.json" if chip is None else f"growth_{chip}.json")

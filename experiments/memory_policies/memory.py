@@ -1,11 +1,11 @@
-"""What each memory policy costs Llama 3 8B, from 8k to 1M tokens a row: bytes per chip, host bytes, extra FLOPs.
+"""Memory and extra FLOPs of each memory policy for Llama 3 8B, from 8k to 1M tokens a row.
 
-    python experiments/memory_policies/memory.py                 # compiles cell by cell, in order
-    python experiments/memory_policies/memory.py --hardware H200 # the cells for GPUs; Python 3.12, EXTRAS=gpu-aot
-    python experiments/memory_policies/memory.py --table         # the tables of the README, from cells.jsonl; --picture
+    python experiments/memory_policies/memory.py                 # compile cell by cell, in order
+    python experiments/memory_policies/memory.py --hardware H200 # cells for GPUs; Python 3.12, EXTRAS=gpu-aot
+    python experiments/memory_policies/memory.py --table         # the README's tables from cells.jsonl; or --picture
 
 Needs `make install EXTRAS=tpu` on Python 3.12; two to six minutes a compilation on two cores. Each compiled cell is a
-line of cells.jsonl, written as soon as it is known: started again, it goes on with the cells that are missing.
+line of cells.jsonl, written at once; the next call continues with the missing cells.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from jaxscale.plan import compiled_bytes, estimate
 HERE = Path(__file__).parent
 CELLS = HERE / "cells.jsonl"
 HARDWARE = {"v5p": ("v5p:2x2x2", int(95.74 * 2**30)), "H200": ("h200:8", int(139 * 2**30))}
-"""Name -> eight of it, and the bytes that a step may take of one: what the TPU's compiler allows, and about what an
-H200 shows as free."""
+"""Name -> topology of eight, and the bytes that a step may use on one: the limit of the TPU's compiler, and about the
+free memory of an H200."""
 
 REVERSIBLE = "reversible"
 TILES = ("norm", "mlp_hidden")
@@ -38,7 +38,7 @@ LAYOUTS: dict[str, tuple[js.Layout, int]] = {
     "fsdp=8": (js.Layout("fsdp=8"), 8),
     "tensor=8, sequence split between blocks": (js.Layout("tensor=8", sequence_sharded=True), 1),
 }
-"""Name -> the layout, and rows of a batch: one a device, or one in all."""
+"""Name -> layout and batch rows: one for each device, or one in all."""
 
 LENGTHS = tuple(2**k for k in range(13, 21))
 FSDP, TENSOR = LAYOUTS
@@ -61,37 +61,39 @@ ORDER: dict[str, list[tuple[str, str, int]]] = {
     ],
     "H200": [(FSDP, "full", 16384), (FSDP, "attention_only", 16384)],
 }
-"""What is compiled, most telling first."""
+"""Cells to compile, most informative first."""
 
 
 def config_of(layout: str, policy: str, seq_len: int, **changes: Any) -> js.TrainConfig:
-    """The run of a cell."""
+    """Return the config of a cell."""
     where, rows = LAYOUTS[layout]
-    how: dict[str, Any] = {"memory": "none", "stack": ReversibleRun} if policy == REVERSIBLE else {"memory": policy}
+    model_kwargs: dict[str, Any] = (
+        {"memory": "none", "stack": ReversibleRun} if policy == REVERSIBLE else {"memory": policy}
+    )
     if policy == REVERSIBLE:
-        how["memory"] = MemoryPolicy(rest="keep", tile=TILES)
-    model = llama3_8b(attention=flash_attention, **how, **changes)
+        model_kwargs["memory"] = MemoryPolicy(rest="keep", tile=TILES)
+    model = llama3_8b(attention=flash_attention, **model_kwargs, **changes)
     return js.TrainConfig(model=model, layout=where, batch_size=rows, seq_len=seq_len, segments=False)
 
 
 def arithmetic(layout: str, policy: str, seq_len: int) -> dict[str, Any]:
-    """A cell without compiling, the same for all hardware.
+    """Estimate a cell without compiling; the estimate is the same for all hardware.
 
-    Reversible runs are counted as recomputation in tiles whose layers hand on two streams and two cotangents, float32.
+    Reversible layers count as recomputation in tiles, with two float32 streams and two cotangents between layers.
     """
     topology, _ = HARDWARE["v5p"]
     config = config_of(layout, "full" if policy == REVERSIBLE else policy, seq_len)
     if policy == REVERSIBLE:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, memory=MemoryPolicy(tile=TILES)))
-    found = estimate(config, topology)
+    estimated = estimate(config, topology)
     if policy == REVERSIBLE:
-        stream = found.saved // config.model.depth
-        found = dataclasses.replace(found, peak=found.peak - found.saved + 7 * stream)
-    return {"bytes": found.device, "host": found.host, "extra_flops": round(found.extra_flops, 4)}
+        stream = estimated.saved // config.model.depth
+        estimated = dataclasses.replace(estimated, peak=estimated.peak - estimated.saved + 7 * stream)
+    return {"bytes": estimated.device, "host": estimated.host, "extra_flops": round(estimated.extra_flops, 4)}
 
 
 def compiled(hardware: str, layout: str, policy: str, seq_len: int) -> dict[str, Any]:
-    """A cell as the compiler sees it; a step that does not fit a TPU has the size its compiler names."""
+    """Compile a cell; a step that does not fit a TPU has the size from the compiler's error."""
     topology, _ = HARDWARE[hardware]
     start = time.perf_counter()
     size = compiled_bytes(config_of(layout, policy, seq_len), topology)
@@ -99,7 +101,7 @@ def compiled(hardware: str, layout: str, policy: str, seq_len: int) -> dict[str,
 
 
 def read() -> dict[tuple[str, str, str, int], dict[str, Any]]:
-    """The compiled cells so far."""
+    """Return the cells compiled so far."""
     if not CELLS.exists():
         return {}
     rows = [json.loads(line) for line in CELLS.read_text().splitlines()]
@@ -107,7 +109,7 @@ def read() -> dict[tuple[str, str, str, int], dict[str, Any]]:
 
 
 def tables() -> str:
-    """The README's tables: bytes of every cell, the longest sequence that fits, and arithmetic beside compilers."""
+    """Return the README's tables: bytes of every cell, the longest sequence that fits, estimated and compiled bytes."""
     done, out = read(), []
     gib = lambda n: f"{n / 2**30:,.0f}"  # noqa: E731
     for layout in LAYOUTS:
@@ -133,7 +135,7 @@ def tables() -> str:
 
 
 def _longest(hardware: str, layout: str, policy: str, sizes: dict[int, int]) -> str:
-    """The longest sequence that compiled and fits, else the longest that arithmetic does not rule out."""
+    """Return the longest sequence that compiled and fits, or "at most" the longest that the estimate allows."""
     _, capacity = HARDWARE[hardware]
     done = {n: r["bytes"] for (h, lay, p, n), r in read().items() if (h, lay, p) == (hardware, layout, policy)}
     over = min((n for n, size in done.items() if size > capacity), default=LENGTHS[-1] + 1)
@@ -144,7 +146,7 @@ def _longest(hardware: str, layout: str, policy: str, sizes: dict[int, int]) -> 
 
 
 def picture() -> None:
-    """table.png: arithmetic as lines, compiled cells as dots, against what a chip has."""
+    """Draw table.png: estimates as lines, compiled cells as dots, and the memory of a chip."""
     from matplotlib.figure import Figure
 
     colours = ["#b8b8b8", "#3d7ea6", "#9bb8d8", "#e0a458", "#6a994e", "#d1495b", "#5e548e"]
@@ -170,12 +172,13 @@ def picture() -> None:
 
 
 def main() -> None:
+    """Compile missing cells, or print the tables, or draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hardware", choices=HARDWARE, default="v5p")
-    parser.add_argument("--compile", type=int, default=100, help="at most so many cells")
+    parser.add_argument("--compile", type=int, default=100, help="compile at most this many cells")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no compilation after this time")
-    parser.add_argument("--table", action="store_true", help="print the README's tables, and compile nothing")
-    parser.add_argument("--picture", action="store_true", help="draw table.png, and compile nothing")
+    parser.add_argument("--table", action="store_true", help="only print the README's tables")
+    parser.add_argument("--picture", action="store_true", help="only draw table.png")
     args = parser.parse_args()
     if args.table or args.picture:
         print(tables()) if args.table else picture()
@@ -187,8 +190,8 @@ def main() -> None:
     for layout, policy, seq_len in missing[: args.compile]:
         if time.time() > until:
             break
-        found = compiled(args.hardware, layout, policy, seq_len)
-        row = {"hardware": args.hardware, "layout": layout, "policy": policy, "seq_len": seq_len, **found, **about}
+        cell = compiled(args.hardware, layout, policy, seq_len)
+        row = {"hardware": args.hardware, "layout": layout, "policy": policy, "seq_len": seq_len, **cell, **about}
         with CELLS.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(f"{policy:17s} {seq_len:8d} {layout}: {row['bytes'] / 2**30:.1f} GiB", flush=True)

@@ -1,7 +1,7 @@
-"""Synthetic time series as tokens, with two ways to forecast them: value by value, and a masked horizon at once.
+"""Synthetic time series as tokens, with two forecasting tasks: value by value, and the whole masked horizon at once.
 
-Imported by `forecast.gin`. A series is scaled by the mean and deviation of its context and cut into bins, as Chronos
-does (Ansari et al. 2024); the last quarter of a row is the horizon, on which forecasts are judged.
+Imported by `forecast.gin`. A series is scaled by mean and standard deviation of its context and quantised into bins, as
+in Chronos (Ansari et al. 2024); the last quarter of a row is the horizon, on which forecasts are evaluated.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from jaxscale.nn import dot_product_attention
 
 BINS, MASK = 63, 63
 VOCAB = BINS + 1
-"""Bins between -4 and 4 deviations, and the id that hides a value."""
+"""Bins between -4 and 4 standard deviations, and the id of a masked value."""
 
 HORIZON = 4
-"""One of so many parts of a row, the last, is the horizon."""
+"""The horizon is the last of this many equal parts of a row."""
 
 Shape = Callable[[np.random.Generator, int, int], np.ndarray]
 Task = Callable[[np.ndarray, bool], dict[str, np.ndarray]]
@@ -31,7 +31,7 @@ Task = Callable[[np.ndarray, bool], dict[str, np.ndarray]]
 
 @register
 def waves(random: np.random.Generator, series: int, length: int, low: float = 6.0, high: float = 24.0) -> np.ndarray:
-    """Two sines each, of periods between `low` and `high`, and white noise."""
+    """Return series (series, length): two sines with periods between `low` and `high`, plus white noise."""
     at = np.arange(length)
     out = 0.2 * random.normal(size=(series, length))
     for scale in (1.0, 0.5):
@@ -42,13 +42,13 @@ def waves(random: np.random.Generator, series: int, length: int, low: float = 6.
 
 @register
 def slow_waves(random: np.random.Generator, series: int, length: int) -> np.ndarray:
-    """Periods that `waves` has none of."""
+    """Return series as `waves`, with longer periods than there."""
     return waves(random, series, length, 24.0, 72.0)
 
 
 @register
 def saws(random: np.random.Generator, series: int, length: int) -> np.ndarray:
-    """Falling teeth on a drift: another shape altogether."""
+    """Return sawtooth series with a drift, a different shape from `waves`."""
     at = np.arange(length)
     period = random.uniform(6.0, 24.0, (series, 1))
     teeth = 1 - 2 * np.mod(at / period + random.random((series, 1)), 1.0)
@@ -57,7 +57,7 @@ def saws(random: np.random.Generator, series: int, length: int) -> np.ndarray:
 
 @register
 def next_value(ids: np.ndarray, train: bool) -> dict[str, np.ndarray]:
-    """A decoder's task: each value from those before it. Judged on the horizon, where it sees what was measured."""
+    """Return a decoder's task: predict each value from the true values before it; evaluated on the horizon."""
     weights = np.ones((len(ids), ids.shape[1] - 1), np.float32)
     if not train:
         weights[:, : -(ids.shape[1] // HORIZON)] = 0
@@ -66,7 +66,7 @@ def next_value(ids: np.ndarray, train: bool) -> dict[str, np.ndarray]:
 
 @register
 def masked_horizon(ids: np.ndarray, train: bool) -> dict[str, np.ndarray]:
-    """An encoder's task: the whole horizon at once, from what is before it."""
+    """Return an encoder's task: predict the whole horizon at once from the values before it."""
     ids = ids[:, 1:]
     hidden = ids.shape[1] // HORIZON
     tokens, weights = ids.copy(), np.zeros(ids.shape, np.float32)
@@ -75,21 +75,21 @@ def masked_horizon(ids: np.ndarray, train: bool) -> dict[str, np.ndarray]:
 
 
 @register
-def everywhere(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = True, **how: Any) -> jax.Array:
-    """An encoder's attention: every position sees every other."""
-    return dot_product_attention(q, k, v, causal=False, **how)
+def everywhere(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = True, **options: Any) -> jax.Array:
+    """Compute an encoder's attention: every position attends to all others."""
+    return dot_product_attention(q, k, v, causal=False, **options)
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """Series of one shape for one task.
+    """A corpus of series of one shape for one task.
 
     Args:
-      shape: what they look like.
-      task: what is to be foretold of which.
-      count: of training series; a quarter as many are held out.
-      seed: of all of them.
+      shape: makes the values of series.
+      task: makes tokens, targets and weights from the quantised values.
+      count: number of training series; a quarter as many are held out.
+      seed: random seed of the series.
     """
 
     shape: Shape = waves
@@ -101,7 +101,7 @@ class Series:
     def source(
         self, tokenizer: Any = None, *, seq_len: int, split: str, packing: str = "stream", cache: Any = None
     ) -> Source:
-        """Made in memory; `tokenizer`, `packing` and `cache` are not used."""
+        """Return the rows of a split, made in memory; `tokenizer`, `packing` and `cache` are not used."""
         train = split == "train"
         random = np.random.default_rng([self.seed, train])
         values = self.shape(random, self.count if train else self.count // 4, seq_len + 1)
@@ -114,7 +114,7 @@ class Series:
 
 
 class _Rows:
-    """A series is a row."""
+    """A source whose rows are series."""
 
     name, vocab_size = "series", VOCAB
 
@@ -125,7 +125,7 @@ class _Rows:
         return len(self._made["tokens"])
 
     def rows(self, ids: np.ndarray) -> Batch:
-        """The rows of these numbers."""
+        """Return the rows with these numbers."""
         some = {key: x[ids] for key, x in self._made.items()}
         place = np.broadcast_to(np.arange(self.seq_len, dtype=np.int32), some["tokens"].shape)
         return {**some, "segment_ids": np.ones_like(some["tokens"]), "positions": place.copy()}

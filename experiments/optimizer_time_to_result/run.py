@@ -1,7 +1,7 @@
-"""Which optimizer reaches a held-out loss first: tunes all alike, runs the chosen rates under new seeds, ranks them.
+"""Rank optimizers by steps to a held-out loss: tune all alike, run the best rates with new seeds, and compare.
 
-python experiments/optimizer_time_to_result/run.py             # goes on where it was stopped
-python experiments/optimizer_time_to_result/run.py --table     # of results/ as they are
+python experiments/optimizer_time_to_result/run.py             # continues where it was stopped
+python experiments/optimizer_time_to_result/run.py --table     # train nothing; use results/
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 SEEDS = (1, 2, 3)
 TARGET = 2.45
-"""Nats per byte: where AdamW was after 110 of 240 steps in a pilot (48 wide, rate 0.01), before any other was run."""
+"""Nats per byte: the loss of AdamW after 110 of 240 steps in a pilot run (width 48, rate 0.01), chosen before any other
+run."""
 
 
 def train(folder: Path) -> None:
-    """Both sweeps, and what came of them in `results/`."""
+    """Run both sweeps, and write their results to `results/`."""
     import jax
 
     from jaxscale import config
@@ -63,7 +64,7 @@ def train(folder: Path) -> None:
         for step, value in run.metrics.get("eval_loss", [])
     ]
     write(RESULTS / "curves.csv", curves)
-    found = {
+    results = {
         "target": TARGET,
         "ranking": [dataclasses.asdict(placed) for placed in rank(attempts, tuning, "stdlib")],
         "beats": beats(attempts, tuning, "stdlib"),
@@ -76,22 +77,22 @@ def train(folder: Path) -> None:
         "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
         .stdout.strip(),
     }  # fmt: skip
-    (RESULTS / "ranking.json").write_text(json.dumps(plain(found), indent=1) + "\n")
+    (RESULTS / "ranking.json").write_text(json.dumps(plain(results), indent=1) + "\n")
 
 
 def finish(sweep: Any, folder: Path, text: str) -> None:
-    """Runs a sweep to its end; ends this program where a signal stopped it."""
+    """Run a sweep to its end; exit where a signal stopped it."""
     if not sweep.run(folder, text).done():
         sys.exit(130)
 
 
 def named(optimizer: str) -> str:
-    """`@momentum/SGD()` in a table."""
+    """Return the name in a table: "SGD" for `@momentum/SGD()`."""
     return re.sub(r"@(?:\w+/)*(\w+)\(\)", r"\1", optimizer)
 
 
 def plain(value: Any) -> Any:
-    """What JSON can hold: a cost that is not finite, of a target never reached, is null."""
+    """Return a value for JSON: an infinite cost, of a target that was never reached, becomes null."""
     if isinstance(value, dict):
         return {key: plain(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
@@ -100,7 +101,7 @@ def plain(value: Any) -> Any:
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """A CSV."""
+    """Write a CSV file."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -108,41 +109,42 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """A CSV."""
+    """Read a CSV file."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 def table() -> str:
-    """The README's."""
-    found = json.loads((RESULTS / "ranking.json").read_text())
+    """Return the README's table."""
+    results = json.loads((RESULTS / "ranking.json").read_text())
     attempts = read(RESULTS / "attempts.csv")
     lines = [
         "| optimizer | rate, of 4 | steps to the target, median | 95% interval | reached | rank | 95% interval | "
         "first in | loss after 200 steps |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for p in found["ranking"]:
+    for p in results["ranking"]:
         mine = [a for a in attempts if a["entrant"] == p["entrant"]]
         rates = sorted({float(a["setting"]) for a in mine})
         edge = " (edge)" if p["setting"] in (rates[0], rates[-1]) else ""
         ends = [float(a["final"]) for a in mine if float(a["setting"]) == p["setting"] and int(a["seed"]) in SEEDS]
         (low, high), (least, most) = p["interval"], p["ranks"]
         lines.append(
-            f"| {p['entrant']} | {p['setting']:g}{edge} | {said(p['cost'])} | {said(low)} to {said(high)} | "
+            f"| {p['entrant']} | {p['setting']:g}{edge} | {in_words(p['cost'])} | "
+            f"{in_words(low)} to {in_words(high)} | "
             f"{p['reached'][0]} of {p['reached'][1]} | {p['rank']:g} | {least:g} to {most:g} | {p['first']:.0%} | "
             f"{sum(ends) / len(ends):.3f} ({min(ends):.3f} to {max(ends):.3f}) |"
         )
-    return "\n".join([*lines, "", f"Kendall's tau between seeds: {found['stability']:.2f}."])
+    return "\n".join([*lines, "", f"Kendall's tau between seeds: {results['stability']:.2f}."])
 
 
-def said(cost: float | None) -> str:
-    """Steps; never, where the target was not reached."""
+def in_words(cost: float | None) -> str:
+    """Return the steps as text; "never" where the target was not reached."""
     return "never" if cost is None else f"{cost:g}"
 
 
 def picture() -> None:
-    """Held-out loss of the chosen rates, and what each of the four rates came to."""
+    """Draw the held-out loss of the chosen rates, and the final loss of each of the four rates."""
     from matplotlib.figure import Figure
 
     ranking = json.loads((RESULTS / "ranking.json").read_text())["ranking"]
@@ -169,9 +171,10 @@ def picture() -> None:
 
 
 def main() -> None:
+    """Run the sweeps, draw the picture and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, default=Path("runs/optimizer_time_to_result"), help="folder of the sweeps")
-    parser.add_argument("--table", action="store_true", help="only draw and print what results/ holds")
+    parser.add_argument("--table", action="store_true", help="only draw and print existing results")
     args = parser.parse_args()
     if not args.table:
         train(args.run)

@@ -1,10 +1,10 @@
-"""What each layout of a training step holds and sends: Llama 3 8B and Mixtral 8x7B on 64 chips, read off the compiler.
+"""Memory and communication of each layout: steps of Llama 3 8B and Mixtral 8x7B, compiled for 64 chips.
 
-    python experiments/parallelism/measure.py              # compiles cell by cell; goes on where it was stopped
-    python experiments/parallelism/measure.py --cells 1    # one more
-    python experiments/parallelism/measure.py --table      # the README's tables, from cells.jsonl; --plot the picture
+    python experiments/parallelism/measure.py              # compile cell by cell; continues where it stopped
+    python experiments/parallelism/measure.py --cells 1    # compile one more
+    python experiments/parallelism/measure.py --table      # the README's tables, from cells.jsonl; --plot: the picture
 
-Needs `make install EXTRAS=plot,tpu`. Each cell is a line of cells.jsonl, written as soon as it is known.
+Needs `make install EXTRAS=plot,tpu`. Each cell is a line of cells.jsonl, written at once.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ HERE = Path(__file__).parent
 CELLS = HERE / "cells.jsonl"
 TOPOLOGY, CHIPS = "v5p:4x4x4", 64
 ROWS, TOKENS = 64, 4096
-"""Of every cell's batch: a quarter of a million tokens."""
+"""Batch rows of every cell, and tokens of a row: a quarter of a million tokens."""
 
 MODELS = ("llama3_8b", "mixtral_8x7b")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layout, and what of the model goes with it.
+    """A layout, and the settings of the model that it needs.
 
     Args:
       layout: arguments of `Layout`.
-      what: in a few words.
-      model: changes to the model.
-      topology: what it is compiled for.
+      what: short description.
+      model: changes to the model's config.
+      topology: hardware to compile for.
     """
 
     layout: dict[str, Any]
@@ -86,7 +86,7 @@ FEW = {
     "zero2, 4": Case(_on("data=4", "zero2"), "ZeRO-1 and -2", topology="v5p:2x2x1"),
     "fsdp, 4": Case(_on("fsdp=4"), "ZeRO-3", topology="v5p:2x2x1"),
 }
-"""ZeRO on four chips, where the compiler gathers and scatters as ZeRO does."""
+"""ZeRO on four chips, where the compiler uses the collectives of the ZeRO paper."""
 
 _LLAMA, _MIXTRAL = MODELS
 ORDER: list[tuple[str, str, int]] = [
@@ -111,9 +111,9 @@ ORDER: list[tuple[str, str, int]] = [
     (_MIXTRAL, "ulysses", 32),
     (_MIXTRAL, "tensor", 32),
 ]
-"""Model, layout and layers of what is compiled, most telling first. Plain data parallelism has half of Llama's layers:
-with all of them it does not fit a chip. Mixtral's parameters alone do not fit one whole, so that it has no such cells,
-and Llama has no experts."""
+"""(model, layout, layers) of the cells, most informative first. Plain data parallelism has half of Llama's layers: with
+all of them it does not fit on a chip. Mixtral has no such cells, because its parameters alone do not fit on one chip;
+Llama has no experts."""
 
 
 def _case(name: str) -> Case:
@@ -121,7 +121,7 @@ def _case(name: str) -> Case:
 
 
 def config_of(model: str, case: str, depth: int) -> js.TrainConfig:
-    """The run of a cell."""
+    """Return the config of a cell."""
     chosen = _case(case)
     make: Callable[..., Any] = getattr(presets, model)
     whole = make(depth=depth, **{"attention": flash_attention, **chosen.model})
@@ -130,7 +130,7 @@ def config_of(model: str, case: str, depth: int) -> js.TrainConfig:
 
 
 def state_bytes(config: js.TrainConfig, topology: str) -> dict[str, int]:
-    """Bytes per device of parameters, gradients and optimizer state, by the rules alone."""
+    """Return the bytes per device of parameters, gradients and optimizer state, computed from the rules."""
     assert config.layout is not None
     layout = config.layout.on(topology_devices(topology))
     blueprint, _ = blueprint_of(dataclasses.replace(config, layout=layout))
@@ -139,10 +139,10 @@ def state_bytes(config: js.TrainConfig, topology: str) -> dict[str, int]:
     return {k: sum(r.bytes_per_device for r in describe(t, layout, k)) for k, t in parts.items()}  # type: ignore[arg-type]
 
 
-def summed(found: list[Collective]) -> list[dict[str, Any]]:
-    """Instructions of one kind over the same axes as one row: how many, how often in a step, bytes a device sends."""
+def summed(instructions: list[Collective]) -> list[dict[str, Any]]:
+    """Merge collectives of one kind over the same axes: instructions, executions a step, bytes that a device sends."""
     rows: dict[tuple[Any, ...], dict[str, Any]] = defaultdict(lambda: {"instructions": 0, "times": 0, "sent": 0})
-    for c in found:
+    for c in instructions:
         row = rows[c.kind, c.axes, c.devices, c.ring, c.certain]
         row["instructions"] += 1
         row["times"] += c.times
@@ -152,7 +152,7 @@ def summed(found: list[Collective]) -> list[dict[str, Any]]:
 
 
 def measure(model: str, case: str, depth: int, keep: Path | None) -> dict[str, Any]:
-    """A cell, as the TPU's compiler sees it; a step that does not fit has the size that the compiler names."""
+    """Compile a cell; a step that does not fit has the size from the compiler's error."""
     config, topology, start = config_of(model, case, depth), _case(case).topology, time.perf_counter()
     row: dict[str, Any] = {
         "model": model,
@@ -183,7 +183,7 @@ def measure(model: str, case: str, depth: int, keep: Path | None) -> dict[str, A
 
 
 def read() -> dict[tuple[str, str, int], dict[str, Any]]:
-    """The cells so far."""
+    """Return the cells compiled so far."""
     if not CELLS.exists():
         return {}
     rows = [json.loads(line) for line in CELLS.read_text().splitlines()]
@@ -191,12 +191,13 @@ def read() -> dict[tuple[str, str, int], dict[str, Any]]:
 
 
 def main() -> None:
+    """Compile missing cells, or print the tables, or draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", type=int, default=len(ORDER), help="at most so many")
-    parser.add_argument("--only", help="cells of this layout")
-    parser.add_argument("--hlo", type=Path, help="a folder for the programs' text")
-    parser.add_argument("--table", action="store_true", help="the README's tables")
-    parser.add_argument("--plot", action="store_true", help="layouts.png")
+    parser.add_argument("--cells", type=int, default=len(ORDER), help="compile at most this many cells")
+    parser.add_argument("--only", help="only cells of this layout")
+    parser.add_argument("--hlo", type=Path, help="folder for the text of the compiled programs")
+    parser.add_argument("--table", action="store_true", help="only print the README's tables")
+    parser.add_argument("--plot", action="store_true", help="only draw layouts.png")
     args = parser.parse_args()
     if args.table or args.plot:
         import report

@@ -1,4 +1,4 @@
-"""The tables and the picture of this study, from what `measure.py` wrote and from the schedule simulator."""
+"""Tables and picture of this study, from the results of `measure.py` and the schedule simulator."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ FIELDS = {"params": "parameters", "opt_state": "optimizer state", "temporaries":
 
 
 def by_axis(row: dict[str, Any]) -> dict[str, int]:
-    """Bytes a device sends in a step, by the mesh axes they travel along."""
-    found: dict[str, int] = defaultdict(int)
+    """Return mesh axes -> bytes that a device sends along them in a step."""
+    bubble: dict[str, int] = defaultdict(int)
     for c in row["collectives"]:
-        found[" x ".join(c["axes"])] += c["sent"]
-    return dict(found)
+        bubble[" x ".join(c["axes"])] += c["sent"]
+    return dict(sums)
 
 
 def certain(row: dict[str, Any]) -> int:
-    """Bytes of `by_axis` that stand under no branch."""
+    """Return the bytes of `by_axis` that are sent unconditionally."""
     return sum(c["sent"] for c in row["collectives"] if c["certain"])
 
 
 def by_kind(row: dict[str, Any]) -> dict[str, int]:
-    """How often a step runs each collective."""
-    found: dict[str, int] = defaultdict(int)
+    """Return collective -> number of executions in a step."""
+    sums: dict[str, int] = defaultdict(int)
     for c in row["collectives"]:
-        found[c["kind"]] += c["times"]
-    return dict(found)
+        sums[c["kind"]] += c["times"]
+    return dict(sums)
 
 
 def tables(cells: Cells) -> str:
-    """All of the README's tables."""
+    """Return all tables of the README."""
     return "\n\n".join([*(f"### {model}\n\n{layouts(cells, model)}" for model in MODELS), published(cells)])
 
 
 def layouts(cells: Cells, model: str) -> str:
-    """A row for each layout of a model."""
+    """Return the table with a row for each layout of a model."""
     out = [
         "| layout | mesh | state: parameters + gradients + optimizer | arguments + temporaries | sent, by axis | "
         "collectives |",
@@ -57,8 +57,8 @@ def layouts(cells: Cells, model: str) -> str:
         row = next((r for (m, c, _), r in cells.items() if (m, c) == (model, name)), None)
         what = f"| {case.what} | `{case.layout['mesh']}` | "
         if row is None:
-            asked = any((m, c) == (model, name) for m, c, _ in ORDER)
-            out.append(what + ("not compiled | | | |" if asked else "no such cell | | | |"))
+            planned = any((m, c) == (model, name) for m, c, _ in ORDER)
+            out.append(what + ("not compiled | | | |" if planned else "no such cell | | | |"))
             continue
         state = " + ".join(f"{n / GIB:.2f}" for n in row["state"].values())
         layers = "" if row["depth"] == 32 else f" ({row['depth']} layers)"
@@ -75,7 +75,7 @@ def layouts(cells: Cells, model: str) -> str:
 
 
 def published(cells: Cells) -> str:
-    """What papers say of these layouts, and what was counted here."""
+    """Return the table that compares papers' formulas with what was counted here."""
     llama = {c: r for (m, c, _), r in cells.items() if m == MODELS[0]}
     rows = [*_states(llama), *_volumes(llama), *_streams(llama), *_rings(), *_bubbles()]
     head = ["| published | formula | by the formula | counted | in |", "|---|---|---|---|---|"]
@@ -119,7 +119,7 @@ def _streams(llama: dict[str, dict[str, Any]]) -> Iterator[tuple[str, ...]]:
         stream = ROWS // 16 * TOKENS * 4096 * 2 * 32
         less = llama["tensor"]["temporaries"] - llama["sequence"]["temporaries"]
         yield (
-            "Megatron-LM, a sequence cut between layers keeps less, GiB, t = 4", "(1 - 1/t) of the layers' inputs",
+            "Megatron-LM, memory saved by sequence sharding, GiB, t = 4", "(1 - 1/t) of the layers' inputs",
             f"{stream * 3 / 4 / GIB:.2f}", f"{less / GIB:.2f}", "compiled step",
         )  # fmt: skip
 
@@ -128,37 +128,37 @@ def _rings() -> Iterator[tuple[str, ...]]:
     held = {n: r["arguments"] + r["outputs"] + r["temporaries"] for n, r in ring.read().items()}
     for n, size in held.items():
         if n > 1 and 1 in held:
-            name = f"RSA, bytes of one layer's attention against one chip's, P = {n}"
+            name = f"RSA, bytes of one layer's attention relative to one chip, P = {n}"
             yield name, "1 / P", f"{1 / n:.3f}", f"{size / held[1]:.3f}", "compiled attention"
 
 
 def _bubbles() -> Iterator[tuple[str, ...]]:
     for k, m in ((4, 8), (4, 32), (8, 32)):
-        expected, found = (k - 1) / (m + k - 1), simulate(SCHEDULES["gpipe"](k, m)).bubble
+        expected, bubble = (k - 1) / (m + k - 1), simulate(SCHEDULES["gpipe"](k, m)).bubble
         yield (
             f"GPipe, bubble, K = {k}, M = {m}",
             "(K - 1) / (M + K - 1)",
             f"{expected:.4f}",
-            f"{found:.4f}",
+            f"{bubble:.4f}",
             "simulator",
         )
     k, m = 4, 16
     for v in (2, 4):
-        found = simulate(SCHEDULES["interleaved"](k, m, chunks=v)).bubble
+        bubble = simulate(SCHEDULES["interleaved"](k, m, chunks=v)).bubble
         name = f"Megatron-LM, interleaved {v} times, idle time over ideal, p = {k}, m = {m}"
-        yield name, "(p - 1) / (v m)", f"{(k - 1) / (v * m):.4f}", f"{found / (1 - found):.4f}", "simulator"
-    found = simulate(SCHEDULES["zb-h1"](k, m)).bubble
+        yield name, "(p - 1) / (v m)", f"{(k - 1) / (v * m):.4f}", f"{bubble / (1 - bubble):.4f}", "simulator"
+    bubble = simulate(SCHEDULES["zb-h1"](k, m)).bubble
     name, formula = f"Zero bubble (ZB-H1), the same, p = {k}, m = {m}", "(p - 1) (F + B - W) / (m (F + B + W))"
-    yield name, formula, f"{(k - 1) / (3 * m):.4f}", f"{found / (1 - found):.4f}", "simulator"
+    yield name, formula, f"{(k - 1) / (3 * m):.4f}", f"{bubble / (1 - bubble):.4f}", "simulator"
 
 
 def plot(cells: Cells, path: Path) -> None:
-    """Bytes held, and bytes sent by axis, a bar for each compiled cell."""
+    """Draw memory, and bytes sent by axis, as a bar for each compiled cell."""
     import matplotlib.pyplot as plt
 
     order = [(m, c) for m in MODELS for c in CASES]
-    found = {(m, c): r for (m, c, _), r in cells.items() if c in CASES and "collectives" in r}
-    rows = [(c, found[m, c]) for m, c in order if (m, c) in found]
+    compiled = {(m, c): r for (m, c, _), r in cells.items() if c in CASES and "collectives" in r}
+    rows = [(c, compiled[m, c]) for m, c in order if (m, c) in compiled]
     size = (10, 0.42 * len(rows) + 1)
     figure, (left, right) = plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
     labels = []

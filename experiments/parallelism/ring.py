@@ -1,6 +1,6 @@
-"""What ring attention holds on each chip as they become more: one layer's attention, forward and backward.
+"""Memory of ring attention on each of 1 to 8 chips: one layer's attention, forward and backward.
 
-    python experiments/parallelism/ring.py      # a line of ring.jsonl for each number of chips
+    python experiments/parallelism/ring.py      # writes a line of ring.jsonl for each number of chips
 
 Needs `make install EXTRAS=tpu`.
 """
@@ -22,11 +22,11 @@ from jaxscale.plan import compile_for, topology_devices
 
 OUT = Path(__file__).with_name("ring.jsonl")
 TOPOLOGY, TOKENS, HEADS, KV_HEADS, HEAD_DIM = "v5p:2x2x2", 65536, 32, 8, 128
-"""Llama 3 8B's attention over one row."""
+"""Llama 3 8B's attention, for one row."""
 
 
 def measure(chips: int) -> dict[str, Any]:
-    """Bytes on each of so many chips."""
+    """Return the bytes on each chip."""
     layout = Layout(f"context={chips}").on(topology_devices(TOPOLOGY)[:chips])
     where = NamedSharding(layout.device_mesh, layout.spec(("batch", "seq"), kind="activations"))
     shapes = {n: (1, TOKENS, n, HEAD_DIM) for n in (HEADS, KV_HEADS)}
@@ -42,7 +42,7 @@ def measure(chips: int) -> dict[str, Any]:
 
 
 def read() -> dict[int, dict[str, Any]]:
-    """The rows so far, by chips."""
+    """Return chips -> row, of the rows measured so far."""
     lines = OUT.read_text().splitlines() if OUT.exists() else []
     return {r["chips"]: r for r in map(json.loads, lines)}
 

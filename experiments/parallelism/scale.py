@@ -1,11 +1,11 @@
-"""How long a 48-layer model's training step takes to compile for 8 chips and for 1024: the same code and layout.
+"""Compile time of a 48-layer model's training step for 8 chips and for 1024, with the same code and layout.
 
     python experiments/parallelism/scale.py             # scale.json; a few minutes on two idle cores
     python experiments/parallelism/scale.py --rounds 4  # two by default
 
-Needs `make install EXTRAS=tpu`. Every compilation is a process of its own without a compile cache, and all take turns,
-A B then B A, so that neither warms the other and what else the machine does falls on both. Two clocks: seconds passed,
-and seconds of all the process's threads on processors, the steadier where others use the machine.
+Needs `make install EXTRAS=tpu`. Every compilation is a process of its own without a compilation cache, and both take
+turns, A B then B A, so that other load slows both alike. Two clocks: wall-clock time, and processor time of all
+threads, which varies less on a shared machine.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ sys.path.insert(0, str(HERE.parent / "benchmarks"))
 import measure  # noqa: E402
 
 LIMIT = 2.0
-"""What the large compile may take of a small one's time."""
+"""Limit of the large compilation's time over the small one's."""
 
 CASES = {
     "8 chips": ("v5p:2x2x2", "data=2,fsdp=2,tensor=2"),
     "1024 chips": ("v5p:8x8x16", "data=16,fsdp=16,tensor=4"),
 }
-"""Name -> topology and mesh: one layout of two sizes."""
+"""Name -> topology and mesh: one layout in two sizes."""
 
 SMALL, LARGE = CASES
 PHASES = ("lower", "compile", "both")
@@ -46,7 +46,7 @@ CLOCKS = ("wall", "cpu")
 
 
 def config_of(mesh: str) -> js.TrainConfig:
-    """The run: 48 layers, 1024 wide, recomputed, in bfloat16; two rows of 2048 tokens for each data-parallel device."""
+    """Return the config: 48 layers, width 1024, remat, bfloat16; two rows of 2048 tokens a data-parallel device."""
     sizes = js.Layout(mesh).sizes
     layout = js.Layout(mesh, sequence_sharded=sizes["tensor"] > 1)
     model = Transformer.Config(depth=48, width=1024, heads=8, vocab=32768, dtype="bfloat16", memory="full")
@@ -54,14 +54,14 @@ def config_of(mesh: str) -> js.TrainConfig:
 
 
 def compiled(case: str) -> dict[str, Any]:
-    """Seconds of each phase on each clock, and what was made; `lower` is everything before XLA has the program."""
+    """Compile; return the seconds of each phase on each clock. `lower` is everything before XLA gets the program."""
     topology, mesh = CASES[case]
     clocks = lambda: (time.perf_counter(), time.process_time())  # noqa: E731
     lowered = start = clocks()
 
     def hear(event: str, duration: float, **_: str | int) -> None:
         nonlocal lowered
-        if event.endswith("jaxpr_to_mlir_module_duration"):  # the step's is the last
+        if event.endswith("jaxpr_to_mlir_module_duration"):  # the last such event is the step's
             lowered = clocks()
 
     jax.monitoring.register_event_duration_secs_listener(hear)
@@ -75,7 +75,7 @@ def compiled(case: str) -> dict[str, Any]:
 
 
 def report(rows: list[dict[str, Any]]) -> None:
-    """Prints the ratios of all rounds so far and writes them down: what is ended early keeps its whole rounds."""
+    """Print and write the ratios of all complete rounds so far."""
     of = {c: [r for r in rows if r["case"] == c] for c in CASES}
     pairs = list(zip(of[LARGE], of[SMALL], strict=True))
     ratio = {
@@ -83,8 +83,8 @@ def report(rows: list[dict[str, Any]]) -> None:
         for phase in PHASES
     }
     verdict = "met" if max(ratio["both"].values()) < LIMIT else "missed"
-    said = ", ".join(f"{p} {r['wall']:.2f} ({r['cpu']:.2f} of processors)" for p, r in ratio.items())
-    print(f"{LARGE} / {SMALL}, median of {len(pairs)}: {said}; below {LIMIT:g}: {verdict}")
+    times = ", ".join(f"{p} {r['wall']:.2f} ({r['cpu']:.2f} of processors)" for p, r in ratio.items())
+    print(f"{LARGE} / {SMALL}, median of {len(pairs)}: {times}; below {LIMIT:g}: {verdict}")
     about = measure.facts(rows[0]["device"])
     about["versions"]["libtpu"] = importlib.metadata.version("libtpu")
     result = {**about, "cases": CASES, "limit": LIMIT, "rows": rows, "median_ratio": ratio}
@@ -92,9 +92,10 @@ def report(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
+    """Compile in turns and report after each round."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)  # with --into: one compilation, this process's
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)  # with --into: one compilation in this process
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:
@@ -107,8 +108,8 @@ def main() -> None:
             load = os.getloadavg()[0]
             rows.append({"case": case, "load": load, **measure.in_subprocess(__file__, ["--case", case])})
             last = rows[-1]
-            said = ", ".join(f"{p} {last[p]['wall']:.1f} s ({last[p]['cpu']:.1f} of processors)" for p in PHASES)
-            print(f"{case}: {said}; load {load:.1f}", flush=True)
+            times = ", ".join(f"{p} {last[p]['wall']:.1f} s ({last[p]['cpu']:.1f} of processors)" for p in PHASES)
+            print(f"{case}: {times}; load {load:.1f}", flush=True)
         report(rows)
 
 

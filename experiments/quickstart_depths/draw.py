@@ -1,4 +1,4 @@
-"""What became of `depths.gin`: the loss over FLOPs of every run, the front they leave, and a table.
+"""Draw the results of `depths.gin`: loss over FLOPs of every run, the compute-optimal front, and a table.
 
 jaxscale sweep experiments/quickstart_depths/depths.gin --run runs/quickstart_depths
 python experiments/quickstart_depths/draw.py runs/quickstart_depths
@@ -21,17 +21,17 @@ COLOURS = ("#66a182", "#edae49", "#8d6a9f", "#444444")
 
 
 def by_budget(rows: list[dict[str, str]]) -> dict[float, list[dict[str, str]]]:
-    """Finished runs by the budget they were given, small to large."""
-    found = defaultdict(list)
+    """Return budget in FLOPs -> finished runs, small to large."""
+    groups = defaultdict(list)
     for row in rows:
         if row["state"] == "finished":
-            found[f"{float(row['flops']):.0e}"].append(row)
-    means = {sum(float(row["flops"]) for row in some) / len(some): some for some in found.values()}
+            groups[f"{float(row['flops']):.0e}"].append(row)
+    means = {sum(float(row["flops"]) for row in some) / len(some): some for some in groups.values()}
     return {float(f"{mean:.1e}"): some for mean, some in sorted(means.items())}
 
 
 def draw(rows: list[dict[str, str]], path: Path) -> None:
-    """Left the loss over depth, a line a budget; right over FLOPs, a line a depth, and the best at each budget."""
+    """Draw loss over depth with a line per budget, and loss over FLOPs with a line per depth and the front."""
     budgets = by_budget(rows)
     figure = Figure(figsize=(12, 4.2), dpi=110, layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -58,6 +58,7 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
 
 
 def main(folder: Path) -> None:
+    """Copy the sweep's table, draw the picture and print the README's table."""
     table = HERE / "results/results.csv"
     shutil.copy(folder / "results.csv", table)
     rows = list(csv.DictReader(table.open()))

@@ -1,6 +1,6 @@
-"""How often intervals hold what they say: laws are planted in tables of runs, fitted, and looked for.
+"""Coverage of intervals: fit laws to synthetic tables of runs, and count how often an interval has the true value.
 
-python experiments/scaling_law/coverage.py [LAW ...]    # two minutes; goes on where it stopped
+python experiments/scaling_law/coverage.py [LAW ...]    # two minutes; continues where it stopped
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ OUT = Path(__file__).parent / "results" / "coverage.json"
 
 SHARE = planted.CHINCHILLA["alpha"] + planted.CHINCHILLA["beta"]
 FAR = (6.4e8, 4e12), (1e10, 5e10)
-"""Places beyond the tables' 2.6e9 parameters and 5e10 tokens, or at their edge: there a law is asked for its loss."""
+"""(parameters, tokens) at or beyond the tables' largest, 2.6e9 and 5e10, where the loss is predicted."""
 
 
 def parameters_of(truth: dict[str, float]) -> Callable[[Fit], dict[str, bool]]:
-    """Whether each planted number is in its interval."""
+    """Return a check: is each true parameter in its interval?"""
     return lambda fit: {name: x in fit.parameters[name] for name, x in truth.items()}
 
 
 def losses_of(loss: Callable[[float, float], float]) -> Callable[[Fit], dict[str, bool]]:
-    """Whether the planted loss is in the interval of the predicted one."""
+    """Return a check: is the true loss in the interval of the prediction?"""
     return lambda fit: {
         f"L({n:.1e}, {d:.1e})": loss(n, d) in fit.predict(parameters=n, tokens=d)["eval_loss"] for n, d in FAR
     }
 
 
 def both(*looks: Callable[[Fit], dict[str, bool]]) -> Callable[[Fit], dict[str, bool]]:
-    """One after the other."""
-    return lambda fit: {name: found for look in looks for name, found in look(fit).items()}
+    """Combine checks."""
+    return lambda fit: {name: held for look in looks for name, held in look(fit).items()}
 
 
 ood = {f"alpha({k})": alpha for k, (_, alpha) in planted.OOD.items()}
@@ -67,7 +67,7 @@ CASES: dict[str, tuple[Law, Callable[[int], planted.Rows], Callable[[Fit], dict[
 
 
 def main() -> None:
-    """Measures what is not in the file yet."""
+    """Measure the laws that the results lack."""
     done = json.loads(OUT.read_text()) if OUT.exists() else {}
     for name, (law, make, look) in CASES.items():
         if name in done or (len(sys.argv) > 1 and name not in sys.argv[1:]):

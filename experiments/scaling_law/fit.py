@@ -1,9 +1,9 @@
-"""Chinchilla's and Farseer's laws on the sweep's table, judged on the sizes and budgets that were held out.
+"""Fit Chinchilla's and Farseer's laws to the sweep's table, and evaluate them on held-out sizes and budgets.
 
 python experiments/scaling_law/fit.py [SWEEP]
 
-The table of SWEEP is kept as results/runs.csv; without one, what was kept is fitted anew.
-Writes fits.json and the pictures.
+With SWEEP, its table is saved as results/runs.csv; without, the saved table is fitted again. Writes fits.json and the
+pictures.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from jaxscale.train.run import read_config
 
 RESULTS = Path(__file__).parent / "results"
 JUDGED = (("parameters", 1), ("tokens", 1), ("flops", 5))
-"""Columns whose largest values are kept from a fit."""
+"""Columns, and how many of their largest values are held out."""
 
 
 def fitted(law: Any, table: Any) -> dict[str, Any]:
-    """Everything about one law."""
+    """Fit one law; return its parameters, errors and predictions."""
     fit = law.fit(table)
     out: dict[str, Any] = {
         "parameters": {k: [i.value, i.low, i.high] for k, i in fit.parameters.items()},
@@ -42,8 +42,8 @@ def fitted(law: Any, table: Any) -> dict[str, Any]:
     }
     for column, count in JUDGED:
         try:
-            found = held_out(law, table, column, count)
-            out[f"held out: {count} largest {column}"] = {"runs": found.judged, **found.mean}
+            score = held_out(law, table, column, count)
+            out[f"held out: {count} largest {column}"] = {"runs": score.judged, **score.mean}
         except ConfigError as e:
             out[f"held out: {count} largest {column}"] = str(e)
     if hasattr(law, "losses"):
@@ -59,26 +59,26 @@ def fitted(law: Any, table: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Fits, and writes."""
+    """Fit every law, and write the results."""
     if len(sys.argv) > 1:
         write_rows(read_rows(sys.argv[1], body=read_config), RESULTS / "runs.csv")
     table = read_table(RESULTS / "runs.csv")
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for counted in ("parameters", BODY):
         for law in (Chinchilla(parameters=counted), Farseer(parameters=counted)):
-            found[f"{law.name}, N = {counted}"] = fitted(law, table)
+            results[f"{law.name}, N = {counted}"] = fitted(law, table)
     for law in (Chinchilla(delta=1e-2), IsoFLOP(within=0.35)):
         try:
-            found[f"{law!r}"] = fitted(law, table)
+            results[f"{law!r}"] = fitted(law, table)
         except ConfigError as e:
-            found[f"{law!r}"] = str(e)
+            results[f"{law!r}"] = str(e)
     for law in (Chinchilla(), Farseer()):
         fit = law.fit(table, samples=0)
         fit.law.picture(fit, table).savefig(RESULTS / f"{law.name}.png")
     for of in ("parameters", "tokens", "flops"):
         exponents = OutOfDistribution(of=of).fit(table)
-        found[f"ood, of {of}"] = {k: [i.value, i.low, i.high] for k, i in exponents.parameters.items()}
-    (RESULTS / "fits.json").write_text(json.dumps(found, indent=1) + "\n")
+        results[f"ood, of {of}"] = {k: [i.value, i.low, i.high] for k, i in exponents.parameters.items()}
+    (RESULTS / "fits.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A module, an objective and a data source from outside the package train as our own do."""
+"""A module, an objective and a data source from outside the package train like our own."""
 
 import dataclasses
 
@@ -34,14 +34,14 @@ def sharded(tmp_path_factory):
 
 def test_a_plain_module_trains_to_the_numbers_of_one_device(sharded, tmp_path):
     one = js.fit(model=ViT(depth=1), layout=None, run=tmp_path / "run", **SETTINGS)
-    (found, last), (want, alone) = numbers(sharded), numbers(one)
-    np.testing.assert_allclose(found, want, rtol=1e-5)
+    (got, last), (want, alone) = numbers(sharded), numbers(one)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
     for metric in ("eval_loss", "eval_accuracy"):
         np.testing.assert_allclose(last[metric], alone[metric], rtol=1e-5)
     assert "rows_per_second" in last and "tokens_per_second" not in last and "model_flops_per_second" not in last
 
 
-def test_it_is_called_as_a_module_and_goes_on_on_another_mesh(sharded):
+def test_it_is_called_as_a_module_and_resumes_on_another_mesh(sharded):
     model, images = sharded.model(), Digits().source(None, split="heldout").images[:64]
     labels = Digits().source(None, split="heldout").labels[:64]
     log = jax.nn.log_softmax(model(images))
@@ -110,12 +110,12 @@ class AllAtOnce(Classify):
     ],
     ids=["text objective", "text model", "stages", "in parts", "a class", "an old setting"],
 )
-def test_what_does_not_fit_is_said_before_anything_is_compiled(kind, settings, words, tmp_path):
+def test_wrong_combinations_are_errors_before_anything_is_compiled(kind, settings, words, tmp_path):
     with raises_saying(kind, *words):
         js.fit(**{**SETTINGS, "model": ViT(), "layout": None, **settings}, run=tmp_path / "run")
 
 
-def test_a_model_that_is_none_of_texts_has_none(sharded):
+def test_a_model_that_is_no_language_model_does_not_sample(sharded):
     with raises_saying(ConfigError, "ViT is not a language model", "Run.model()"):
         sharded.sample("def ")
 

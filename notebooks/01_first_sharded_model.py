@@ -14,9 +14,10 @@
 # %% [markdown]
 # # A first sharded model
 #
-# **Names go in, a layout lays them on devices, `jit` does the rest.** This notebook follows that sentence once: a layer
-# that says what its dimensions *are*, a layout that says where each name *lives*, a small Transformer trained on the
-# Python standard library's own source. It needs no accelerator and no network, and takes under a minute on two cores.
+# **You name dimensions, a layout maps the names to devices, `jit` does the rest.** This notebook shows each part: a
+# layer that says what its dimensions *are*, a layout that says where each name *lives*, a small Transformer trained on
+# the source of Python's standard library. It needs no accelerator and no network, and takes under a minute on two
+# cores.
 #
 # Eight devices first. They are simulated on this machine's CPU, so nothing below runs faster for being split; the
 # programs are the ones that real devices would run.
@@ -66,7 +67,7 @@ def make():
 # ## A layout says where each name lives
 #
 # A layout is a mesh, written as sizes, and rules from names to mesh axes. The default rules split `embed` over `fsdp`,
-# `mlp`, `heads` and `vocab` over `tensor`, and `batch` over `data` and `fsdp`. `describe` shows what that comes to
+# `mlp`, `heads` and `vocab` over `tensor`, and `batch` over `data` and `fsdp`. `describe` shows the result
 # before any array exists.
 
 # %%
@@ -77,9 +78,9 @@ tensor_table(f"Layer, laid out {layout}", describe(infos, layout), why=True)
 # %% [markdown]
 # ## What is where
 #
-# The parameters are born in place: each device makes its own piece. `x` is a batch of 16 rows of 32 positions. In the
-# pictures a block is a part of the array, and the numbers in it are the devices that hold it: a block with two numbers
-# is kept twice.
+# The parameters are created sharded: each device makes its own shard. `x` is a batch of 16 rows of 32 positions. In the
+# pictures a block is a shard of the array, and the numbers in it are the devices that hold it: a block with two numbers
+# is replicated on two devices.
 
 # %%
 params = jax.jit(lambda: nnx.to_pure_dict(nnx.split(make())[1]), out_shardings=shardings_of(infos, layout))()
@@ -120,7 +121,7 @@ draw_all(params, x, layout)
 # %% [markdown]
 # ## `jit` does the rest
 #
-# `with layout:` puts the layout in force; the partitioner writes the communication. The result is that of one device.
+# `with layout:` activates the layout; the partitioner inserts the communication. The result is that of one device.
 
 
 # %%
@@ -160,7 +161,7 @@ run.plot()
 print(run.sample("def ", tokens=56, temperature=0.6))
 
 # %% [markdown]
-# Where everything lives, and which rule put it there (weights of all layers are one tensor with a leading `layers`):
+# How every tensor is sharded, and by which rule (weights of all layers are one tensor with a leading `layers`):
 
 # %%
 js.explain(run)
@@ -168,7 +169,7 @@ js.explain(run)
 # %% [markdown]
 # ## Another layout is another line
 #
-# Same model, same data; parameters now in four pieces along `embed`, no plain data parallelism. The losses are those of
+# Same model, same data; parameters now in four shards along `embed`, no plain data parallelism. The losses are those of
 # the first run, to the rounding of float32.
 
 # %%
@@ -184,10 +185,10 @@ params = jax.device_put(params, shardings_of(infos, other))
 draw_all(params, jax.device_put(x, other.sharding(("batch", "seq", "embed"), kind="activations")), other)
 
 # %% [markdown]
-# ## Mistakes are told early
+# ## Mistakes are found early
 #
 # Nothing is dropped or replicated silently: a name that does not exist, and a mesh that does not fit, are errors before
-# anything is compiled, and each says what would do.
+# anything is compiled, and each says what to do instead.
 
 # %%
 from jaxscale.errors import LayoutError
@@ -208,5 +209,5 @@ except LayoutError as error:
     print("\na mesh larger than the machine:\n ", error)
 
 # %% [markdown]
-# Next: `make demo` trains a larger one from the command line, with a bar to watch; `jaxscale explain` prints the table
+# Next: `make demo` trains a larger one from the command line, with a progress bar; `jaxscale explain` prints the table
 # above for any configuration, before it is run.

@@ -14,8 +14,8 @@
 # %% [markdown]
 # # Seven ways to use eight devices
 #
-# A training step can be cut along its batch, its weights, its sequence, its depth. Here each cut is drawn, then mixed
-# with others, then trained: **the loss is the same whatever is cut**. No accelerator and no network is needed.
+# A training step can be sharded along its batch, its weights, its sequence, its depth. Here each way is drawn, then
+# combined with others, then trained: **the loss is the same on every layout**. No accelerator and no network is needed.
 
 # %%
 import inspect
@@ -39,16 +39,16 @@ plt.rcParams["figure.dpi"] = 75
 # %% [markdown]
 # ## One weight and one batch
 #
-# Left a weight, right a batch as layers see it between each other. A block is a part, the numbers in it are the devices
-# that hold it. Every device makes the arithmetic of its blocks; what it lacks it is sent.
+# On the left a weight, on the right a batch as it passes between layers. A block is a shard, the numbers in it are the
+# devices that hold it. Every device computes with its shards and receives what else it needs.
 #
-# | dimension | cuts | sends |
+# | mesh axis | shards | sends |
 # |---|---|---|
 # | `data` | the batch | gradients, once a step |
 # | `fsdp` | the batch; weights at rest | weights, as each layer needs them; gradients |
 # | `tensor` | weights in use | activations, twice a layer and pass |
-# | `tensor`, sequence too | the same, and the sequence between layers | the same bytes, in halves |
-# | `context` | the sequence | keys and values, round a ring |
+# | `tensor`, sequence too | the same, and the sequence between layers | the same bytes, in two halves |
+# | `context` | the sequence | keys and values, around a ring |
 # | `expert` | the batch; experts | tokens, to their experts and back |
 # | `pipeline` | depth | activations, to the next stage |
 
@@ -70,12 +70,12 @@ for (name, (layout, weight, batch)), (left, right) in zip(ways.items(), axes, st
     draw(layout, *batch, kind="activations", title="a batch", ax=right)
 
 # %% [markdown]
-# The weight of `expert` is one matrix of each of 8 experts, that of `pipeline` one of each of 8 layers. Under
-# `pipeline` every stage sees the whole batch, a part (micro-batch) at a time.
+# The weight of `expert` is one matrix of each of 8 experts, that of `pipeline` one of each of 8 layers. With
+# `pipeline` every stage processes the whole batch, one micro-batch at a time.
 #
 # ## Products
 #
-# Any product is a line of text:
+# Any product of them is a line of text:
 
 # %%
 mixed = {
@@ -90,11 +90,12 @@ for (mesh, weight), (left, right) in zip(mixed.items(), axes, strict=True):
 # %% [markdown]
 # ## Pipeline schedules
 #
-# Stages wait for each other: the *bubble* is the share of time that they idle. A schedule is a table of who does what
-# when; numbers are micro-batches. GPipe holds all of them until the backward passes begin. 1F1B has the same bubble and
-# holds at most as many as there are stages. Interleaving gives each stage several pieces of the model (`3.1` is
-# micro-batch 3 in piece 1), and the idle time shrinks by as many. Zero-bubble fills gaps with weight gradients, for
-# which nobody waits. Columns are turns, whatever they take: a whole backward is twice a forward.
+# Stages wait for each other: the *bubble* is the share of time that they are idle. A schedule is a table of stages and
+# ticks; numbers are micro-batches. GPipe keeps the activations of all micro-batches until the backward passes begin.
+# 1F1B has the same bubble and keeps at most as many as there are stages. Interleaving gives each stage several chunks
+# of the model (`3.1` is micro-batch 3 in chunk 1), and divides the idle time by their number. Zero-bubble fills gaps
+# with weight gradients, for which no stage waits. Columns are ticks, whatever their duration: a whole backward pass
+# takes twice as long as a forward pass.
 
 # %%
 STAGES, MICRO = 3, 6
@@ -107,12 +108,12 @@ for table in tables.values():
 # %%
 print("schedule      bubble   most micro-batches a stage holds")
 for name, table in tables.items():
-    found = simulate(table)
-    print(f"{name:12} {found.bubble:7.3f}   {max(found.stash) / table.chunks:g}")
+    simulated = simulate(table)
+    print(f"{name:12} {simulated.bubble:7.3f}   {max(simulated.stash) / table.chunks:g}")
 print(f"\nGPipe's formula, (K - 1) / (M + K - 1) = {(STAGES - 1) / (MICRO + STAGES - 1):.3f}")
 
 # %% [markdown]
-# More micro-batches are the other way to a small bubble.
+# More micro-batches make the bubble smaller too.
 
 # %%
 figure, ax = plt.subplots(figsize=(6, 3), layout="constrained")
@@ -126,8 +127,8 @@ ax.grid(alpha=0.25)
 # %% [markdown]
 # ## One model, three layouts, one loss
 #
-# A small Transformer learns 16 rows of Python's own source. The step is `jit` of a pure function; only the layout's
-# line changes.
+# A small Transformer learns 16 rows of Python's own source. The step is `jit` of a pure function; only the line with
+# the layout changes.
 
 # %%
 ROWS, TOKENS = 16, 32
@@ -141,7 +142,7 @@ model = js.models.TransformerConfig(depth=4, width=32, heads=2, vocab=128, atten
 
 
 def train(layout, steps=20):
-    """The losses, and the compiled step."""
+    """Return the losses and the compiled step."""
     config = js.TrainConfig(model=model, layout=layout, batch_size=ROWS, seq_len=TOKENS, steps=steps, lr=1e-2)
     blueprint, rate = blueprint_of(config)
     where = batch_sharding(layout, ROWS, TOKENS)
@@ -177,16 +178,16 @@ for (losses, _), layout in zip(runs, layouts, strict=True):
 # %% [markdown]
 # ## What the steps send
 #
-# Read off the compiled programs: bytes that a device sends in one step, by the mesh axes they travel along (of a
-# pipeline at most: as if every phase were entered at every tick). These are a CPU's programs; a TPU's sum fewer bytes.
+# From the compiled programs: bytes that a device sends in one step, by mesh axes (for a pipeline an upper bound: as if
+# every phase ran at every tick). These are programs for a CPU; those for a TPU send fewer bytes in sums.
 # `experiments/parallelism` has Llama 3 8B and Mixtral 8x7B, compiled for 64 TPU chips.
 
 # %%
 for (_, compiled), layout in zip(runs, layouts, strict=True):
-    found = collectives(compiled, layout.sizes)
+    listed = collectives(compiled, layout.sizes)
     lines = [layout.mesh]
-    for axes, sent in sorted(sent_by_axis(found).items()):
-        kinds = sorted({c.kind for c in found if c.axes == axes})
+    for axes, sent in sorted(sent_by_axis(listed).items()):
+        kinds = sorted({c.kind for c in listed if c.axes == axes})
         if sent > 1024:
             lines.append(f"  {' x '.join(axes):16} {sent / 1024:5.0f} KiB   {', '.join(kinds)}")
     print("\n".join(lines))

@@ -16,10 +16,10 @@
 # %% [markdown]
 # # Plan a run before paying for it
 #
-# From a model and a budget to a layout, on hardware that nobody has switched on. All of it is arithmetic on names,
-# rules and data sheets: no accelerator, no compiler, no devices. Where the hardware's compiler is installed
-# (`make install EXTRAS=plot,tpu`), `plan_for` compiles the step as well and shows both. The eight simulated devices are
-# for the run at the end, whose steps are measured.
+# From a model and a budget to a layout, for hardware that is not here. Everything is computed from names, rules and
+# data sheets: no accelerator, no compiler, no devices. Where the hardware's compiler is installed (`make install
+# EXTRAS=plot,tpu`), `plan_for` compiles the step as well and shows both. The eight simulated devices are for the run
+# at the end, whose steps are measured.
 
 # %%
 import dataclasses
@@ -32,7 +32,7 @@ import matplotlib.pyplot as plt
 import jaxscale as js
 
 js.simulate_devices(8)
-logging.getLogger("pallas_kernels").setLevel(logging.ERROR)  # which of our kernels this version of JAX lacks
+logging.getLogger("pallas_kernels").setLevel(logging.ERROR)  # no notes on kernels that need another version of JAX
 
 from jaxscale.hardware import topology
 from jaxscale.models import llama3_8b
@@ -52,7 +52,7 @@ plan = plan_for(config, "v5p:4x4x4", tokens=1e12, price=4.2, compile="never")
 plan
 
 # %% [markdown]
-# The price is per chip and hour; put yours. Every figure of the hardware is in a file, with its source:
+# The price is per chip and hour; insert yours. Every figure of the hardware is in a file, with its source:
 
 # %%
 chip = topology("v5p:4x4x4").chip
@@ -62,9 +62,9 @@ for name in ("flops", "bandwidth", "links"):
 # %% [markdown]
 # ## The roofline
 #
-# An operation takes the longer of its arithmetic and its bytes. Right of the ridge arithmetic is what it waits for,
-# left of it memory. A dot is one kind of work of the step, all layers and passes together; its area is the time it
-# takes.
+# The time of an operation is the longer of its arithmetic and its memory traffic. Right of the ridge arithmetic limits
+# it, left of the ridge memory does. A dot is one kind of operation, all layers and passes together; its area is its
+# time.
 
 # %%
 peak = chip.rate("bfloat16")
@@ -80,7 +80,7 @@ intensities = [1, ridge, 1e5]
 ax.loglog(intensities, [min(peak, i * chip.bandwidth) / 1e12 for i in intensities], color="k", linewidth=1)
 ax.axvline(ridge, color="k", linewidth=0.5, linestyle=":")
 for op in sorted(plan.work.ops, key=time_of, reverse=True):
-    intensity = max(op.flops / op.bytes, 2)  # what only reads and writes stands at 2
+    intensity = max(op.flops / op.bytes, 2)  # operations without arithmetic are drawn at 2
     rate = min(peak, intensity * chip.bandwidth) / 1e12
     ax.scatter(intensity, rate, s=400 * time_of(op), alpha=0.5, label=f"{op.name}, {time_of(op):.2f} s")
 figure.legend(loc="outside right center", frameon=False, fontsize=8, markerscale=0.4)
@@ -90,18 +90,18 @@ ax.grid(alpha=0.25)
 # %% [markdown]
 # ## Memory
 #
-# What a chip holds at the worst moment of the step, under each memory policy: what does not fit is right of the line.
+# The peak memory of a chip under each memory policy: bars that reach beyond the line do not fit.
 
 # %%
 figure, ax = plt.subplots(figsize=(7, 3), layout="constrained")
-shown = ("parameters and optimizer state", "gradients", "activations", "head's gradient")
+displayed = ("parameters and optimizer state", "gradients", "activations", "head's gradient")
 colors = ["#4292c6", "#8fce9b", "#f4c27a", "#c994c7", "#d9d9d9"]
 for row, policy in enumerate(POLICIES):
     changed = dataclasses.replace(config, model=dataclasses.replace(config.model, memory=policy))
-    found = groups(plan_for(changed, "v5p:4x4x4", compile="never").memory)
-    sizes = [found.pop(name, 0) for name in shown]
+    memory = groups(plan_for(changed, "v5p:4x4x4", compile="never").memory)
+    sizes = [memory.pop(name, 0) for name in displayed]
     left = 0.0
-    for size, color in zip([*sizes, sum(found.values())], colors, strict=True):
+    for size, color in zip([*sizes, sum(memory.values())], colors, strict=True):
         ax.barh(row, size / 2**30, left=left, color=color)
         left += size / 2**30
     print(f"{policy:17} {left:6.1f} GiB")
@@ -109,13 +109,13 @@ ax.axvline(chip.capacity / 2**30, color="k", linewidth=1)
 ax.set(yticks=range(len(POLICIES)), yticklabels=list(POLICIES), xlabel="GiB on a chip")
 ax.invert_yaxis()
 handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in colors]
-ax.legend(handles, [*shown, "all else"], frameon=False, fontsize=8)
+ax.legend(handles, [*displayed, "all else"], frameon=False, fontsize=8)
 
 # %% [markdown]
 # ## Time, by layout
 #
-# The same step on other meshes. Tensor parallelism sends activations that layers wait for; FSDP sends weights, which
-# travel while layers work; a pipeline idles.
+# The same step on other meshes. Tensor parallelism sends activations that layers wait for; FSDP sends weights while
+# layers compute; a pipeline has idle time.
 
 # %%
 meshes = {
@@ -142,9 +142,9 @@ ax.legend(parts.values(), frameon=False, fontsize=8, loc="upper right")
 # %% [markdown]
 # ## A search
 #
-# `search` walks every mesh that the model allows, with every memory policy and number of micro-batches, and finds the
-# fastest that fits; here on a part of that space, to be quick. `jaxscale plan --search` walks all of it, schedules
-# included, and compiles what is left.
+# `search` tries every mesh that the model allows, with every memory policy and number of micro-batches, and finds the
+# fastest that fits; here only a part of that space, to be quick. `jaxscale plan --search` tries all of it, schedules
+# included, and compiles the best candidates.
 
 # %%
 policies = ("none", "dots", "attention_only", "full")
@@ -170,30 +170,30 @@ print(f"{result.considered} candidates, {result.worked_out} worked out; the fast
 # %%
 print("hardware    step     tokens/s  MFU     days  device-hours")
 for name in ("v5p:4x4x4", "v6e:8x8", "h100:8x8", "h200:8x8", "b200:8x8"):
-    there = plan_for(config, name, tokens=1e12, compile="never")
-    step, budget = there.step, there.budget
-    fits = "" if there.fits else "   does not fit"
+    other = plan_for(config, name, tokens=1e12, compile="never")
+    step, budget = other.step, other.budget
+    fits = "" if other.fits else "   does not fit"
     print(
         f"{name:10} {step.total:5.2f} s {step.tokens_per_second:10,.0f}  {step.mfu:.0%}  {budget.days:6.1f}"
         f"  {budget.device_hours:12,.0f}{fits}"
     )
 
 # %% [markdown]
-# Of chips whose shares of the data sheet were never fitted these are bounds: see the last line of each plan, and
-# `experiments/planner_accuracy` for how far plans were from published runs.
+# For chips whose efficiency was never fitted to measurements these times are lower bounds: see the last line of each
+# plan, and `experiments/planner_accuracy` for the error of plans of published runs.
 #
-# What was found is a file that `jaxscale train` takes as it is:
+# The result is a file that `jaxscale train` reads unchanged:
 
 # %%
 print("\n".join(as_gin(result.winner.config).splitlines()[:12]), "\n…")
 
 # %% [markdown]
-# ## Measured beside predicted
+# ## Measured and predicted
 #
-# A run that was trained with a profile (`jaxscale train ... --profile 4:7`) tells what its steps spent their time on,
-# in the terms of the plan (`jaxscale plan RUN --measured`). Here a small model on the simulated devices, beside the
-# plan for a CPU that `jaxscale microbench` measured, which is not this one. The devices take turns on a few cores, so
-# that collectives mostly wait for the others: that is the time of the exposed terms. No plan predicts idle time.
+# For a run with a profile (`jaxscale train ... --profile 4:7`), `jaxscale plan RUN --measured` shows the time of its
+# steps in the terms of the plan. Here it is a small model on the simulated devices, next to the plan for a CPU that
+# `jaxscale microbench` measured, which is another CPU. The devices share a few cores, so collectives mostly wait for
+# other devices: that is the exposed time. No plan predicts idle time.
 
 # %%
 small = js.models.TransformerConfig(depth=2, width=128, heads=2, vocab=256)
@@ -212,7 +212,7 @@ run = js.fit(
 js.plan.measured(run, "cpu:8")
 
 # %% [markdown]
-# What cannot be is one sentence:
+# An impossible request is an error of one sentence:
 
 # %%
 for change, where in (({}, "v5q:4x4x4"), ({"layout": js.Layout("pipeline=64")}, "v5p:4x4x4")):

@@ -14,7 +14,7 @@
 # %% [markdown]
 # # A sweep, from a question to a figure
 #
-# *Which learning rate suits a small model, and is it another one when the model is wider?* A sweep is a table of
+# *Which learning rate is best for a small model, and does a wider model need another one?* A sweep is a table of
 # bindings, a search that chooses rows of it, and a runner that trains them; its results are a folder. No accelerator
 # and no network is needed, and the corpus is the standard library that came with this Python.
 
@@ -37,8 +37,8 @@ plt.rcParams["figure.dpi"] = 75
 # %% [markdown]
 # ## Design
 #
-# A base run, and what differs from it: a list of values for each binding, by the name that a gin file has for it.
-# Whatever is a setting of a run is an axis. `LogUniform(1e-3, 1e-1)` in place of a list would be one without end.
+# A base run, and what differs from it: a list of values for each binding, by its name in a gin file. Every setting of a
+# run can be an axis. `LogUniform(1e-3, 1e-1)` instead of a list is a continuous axis.
 
 # %%
 base = js.TrainConfig(
@@ -54,8 +54,8 @@ sweep = Sweep(axes={"Transformer.width": [32, 128], "train.lr": [1e-3, 1e-2, 1e-
 display(table_of(Prepared(sweep, base)))
 
 # %% [markdown]
-# That was the whole of it, before anything ran; every name and value has been checked, and each shape traced. Mistakes
-# are a sentence:
+# This is the whole sweep, before anything runs; every name and value has been checked, and each shape traced. A mistake
+# is an error of one sentence:
 
 # %%
 from jaxscale.errors import ConfigError
@@ -69,10 +69,10 @@ for axes in ({"train.rl": [1e-3]}, {"train.lr": []}, {"Transformer.width": ["wid
 # %% [markdown]
 # ## Run
 #
-# Where runs go is a value. `Vmapped` trains those of one shape together, under `vmap` over learning rates and seeds:
-# here three at a time, each width compiled once. `Here()` is one after the other, `Pool(workers=4)` four processes,
-# `SubMeshes()` a slice cut into small meshes, `Slurm()` a cluster. From a shell all of this is `jaxscale sweep FILE
-# --run DIR`, with a live table.
+# The runner decides where runs are trained. `Vmapped` trains runs with the same shapes together, under `vmap` over
+# learning rates and seeds: here three at a time, each width compiled once. `Here()` trains one after the other,
+# `Pool(workers=4)` in four processes, `SubMeshes()` on small meshes of a slice, `Slurm()` on a cluster. From a shell
+# all of this is `jaxscale sweep FILE --run DIR`, with a live table.
 
 # %%
 folder = Path(tempfile.mkdtemp()) / "rates"
@@ -80,9 +80,9 @@ result = sweep.run(folder, base, quiet=True)
 print("\n".join(sorted(p.name for p in folder.iterdir())))
 
 # %% [markdown]
-# A folder is all there is: the resolved text of the sweep, a journal, a run folder per trial, and the table. If the
-# machine dies, the same line goes on with what is unfinished. Here nothing is, so nothing runs. Results are never
-# written over: another sweep is refused that folder.
+# A sweep is a folder: its resolved gin text, a journal, a run folder per trial, and the table. If the machine dies, the
+# same call continues the unfinished trials. Here all are finished, so nothing runs. Results are never overwritten:
+# another sweep in the same folder is an error.
 
 # %%
 sweep.run(folder, base, quiet=True)
@@ -94,8 +94,8 @@ except js.errors.RunError as error:
 # %% [markdown]
 # ## Look
 #
-# `js.runs` reads run folders into a pandas table, a row a run, with every binding and the last of each metric.
-# `js.curves` has the numbers of every step.
+# `js.runs` reads run folders into a pandas table, a row per run, with every binding and the last value of each metric.
+# `js.curves` has the values of every step.
 
 # %%
 table = js.runs(folder)
@@ -117,10 +117,10 @@ for ax in (left, right):
     ax.legend(frameon=False, fontsize=8)
 
 # %% [markdown]
-# At the lowest rate the wide model is close to its best, and the narrow one has hardly begun: they do not want the
-# same rate, and three points a line cannot tell which one each wants. Notebook 05 makes that question go away. One run
-# a point says little, too: `Sweep(..., seeds=3)` makes three of it, and the report below draws them as a band. The
-# best row is a run like any other:
+# At the lowest rate the wide model is close to its best, and the narrow one has hardly begun: they need different
+# rates, and three points a line cannot tell which ones. Notebook 05 shows how to avoid that question. One run a point
+# says little, too: with `Sweep(..., seeds=3)` there are three, and the report below draws them as a band. The best row
+# is a run like any other:
 
 # %%
 best = result.best()
@@ -130,8 +130,8 @@ print(result.run().sample("def ", tokens=60, temperature=0.5))
 # %% [markdown]
 # ## Report
 #
-# `jaxscale report DIR` writes one page that needs nothing but itself: curves, parallel coordinates, the table of what
-# differs, samples, hardware. Its pictures lie beside it.
+# `jaxscale report DIR` writes one self-contained page: curves, parallel coordinates, the table of differing settings,
+# samples, hardware. The pictures are also separate files next to it.
 
 # %%
 page = report(folder)
@@ -143,9 +143,9 @@ ax.set_axis_off()
 # %% [markdown]
 # ## Search
 #
-# A grid of two axes is six runs; of five it is thousands. A search is a value: `Random` draws points, `ASHA` trains
-# many for few steps and goes on with the best, `OptunaSearch` learns from the results. Each asks for its next trial
-# given all records, so that a killed one goes on as well.
+# A grid of two axes has six runs; one of five axes has thousands. Other searches: `Random` draws points, `ASHA` trains
+# many trials for few steps and continues the best, `OptunaSearch` learns from the results. Each chooses its next trial
+# from the records of all trials, so that a killed search continues as well.
 
 # %%
 random = Sweep(axes={"train.lr": LogUniform(1e-3, 1e-1), "Transformer.width": [32, 64, 128]}, search=Random(), runs=5)

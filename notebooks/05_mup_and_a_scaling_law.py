@@ -14,10 +14,9 @@
 # %% [markdown]
 # # µP, and a scaling law
 #
-# A large model is trained once; whatever is to be known of it is learned from small ones. Two questions have answers
-# that transfer: *which learning rate* (under µP that of a small model holds for a wide one), and *how large, on how
-# many tokens* (a law fitted on small runs, with its error on runs that it never saw). No accelerator and no network is
-# needed.
+# A large model is trained once; its settings have to be found with small models. Two answers transfer: *which learning
+# rate* (under µP the rate of a small model is right for a wide one), and *how large, on how many tokens* (a law fitted
+# to small runs, with its error on held-out runs). No accelerator and no network is needed.
 
 # %%
 import dataclasses
@@ -39,11 +38,11 @@ from jaxscale.sweep import Sweep
 plt.rcParams["figure.dpi"] = 75
 
 # %% [markdown]
-# ## What a step moves
+# ## How far a step moves activations
 #
-# Under standard initial values activations start at the same size in any model, wide or narrow. What one step of
-# training moves them by does not stay the same. The *coordinate check* (Yang et al. 2022) trains a few steps at
-# several widths and asks, for every module, how the size of a coordinate goes with the width: a slope of 0 is flat.
+# With standard initial values activations start at the same size in any model, wide or narrow. How far one training
+# step moves them depends on the width. The *coordinate check* (Yang et al. 2022) trains a few steps at several widths
+# and measures, for every module, how the size of a coordinate grows with the width: a slope of 0 is flat.
 
 # %%
 run = js.TrainConfig(
@@ -69,13 +68,13 @@ standard = coordcheck(run, (32, 128), steps=2, seeds=2)
 show(standard)
 
 # %% [markdown]
-# One learning rate for all tensors moves a wide model by more than a narrow one. What is best for the one is then too
-# much for the other, and a sweep at each size is what that costs.
+# One learning rate for all tensors moves a wide model further than a narrow one. The best rate of the narrow model is
+# then too large for the wide one, and each size needs a sweep of its own.
 #
 # ## µP
 #
-# The cure is a factor for each tensor's initial values and learning rate, which follows from the *names* of its
-# dimensions: `embed`, `mlp` and `heads` are width, `vocab` and `layers` are not. It is a field of the model.
+# µP multiplies each tensor's initial values and learning rate by a factor that follows from the *names* of its
+# dimensions: `embed`, `mlp` and `heads` grow with the width, `vocab` and `layers` do not. It is a field of the model.
 
 # %%
 mup = dataclasses.replace(run, model=dataclasses.replace(run.model, parametrisation=MuP(base_width=32)))
@@ -83,13 +82,13 @@ check = coordcheck(mup, (32, 128), steps=2, seeds=2)
 show(check)
 
 # %% [markdown]
-# From a shell: `jaxscale coordcheck FILE`, whose exit code says whether it is flat. Whether the best learning rate
-# then stays where it was, over four widths, is measured in `experiments/mup_transfer`.
+# From a shell: `jaxscale coordcheck FILE`, whose exit code says whether it is flat. `experiments/mup_transfer` measures
+# whether the best learning rate is then the same at four widths.
 #
 # ## A sweep over sizes
 #
-# So one rate serves four widths. The rate stays what it is from the first step to the last, which makes every
-# evaluation on the way the end of a run of its own: four runs are a table of twenty.
+# So one rate serves four widths. The rate is constant from the first step to the last, so every evaluation during a run
+# counts as the end of a shorter run: four runs make a table of twenty.
 
 # %%
 base = dataclasses.replace(mup, schedule=Constant(), steps=120, eval_every=20, eval_batches=16, batch_size=16)
@@ -100,7 +99,7 @@ sizes = js.runs(folder).set_index("run")
 rows = []
 for point in js.curves(folder, "eval_loss").itertuples():
     size, tokens = sizes.loc[point.run], point.step * base.batch_size * base.seq_len
-    if point.step > 20:  # the first is of the start alone
+    if point.step > 20:  # the first evaluation is too early
         share = point.step / base.steps
         rows.append(dict(parameters=size.parameters, tokens=tokens, flops=size.flops * share, eval_loss=point.value))
 print(len(rows), "rows, as", rows[0])
@@ -108,8 +107,8 @@ print(len(rows), "rows, as", rows[0])
 # %% [markdown]
 # ## A law
 #
-# Chinchilla's (Hoffmann et al. 2022) says $L(N, D) = E + A / N^\alpha + B / D^\beta$ of the loss of $N$ parameters
-# after $D$ tokens. It is fitted by a robust loss, with intervals from a bootstrap over the rows. A sweep's folder, or
+# Chinchilla's law (Hoffmann et al. 2022) is $L(N, D) = E + A / N^\alpha + B / D^\beta$ for the loss of $N$ parameters
+# after $D$ tokens. It is fitted with a robust loss; intervals are from a bootstrap over the rows. A sweep's folder, or
 # any CSV with these columns, is a table as well: `jaxscale laws fit SWEEP --law chinchilla`.
 
 # %%
@@ -121,21 +120,20 @@ fit
 fit.law.picture(fit, table)
 
 # %% [markdown]
-# A fit through its own rows says little. What counts is how wrong it is on what it has not seen: the largest size, and
-# the largest number of tokens, each left out of a fit of its own.
+# The error on the fitted rows says little. What counts is the error on held-out rows: those with the largest size, and
+# those with the most tokens, each left out of a separate fit.
 
 # %%
 for column in ("parameters", "tokens"):
-    found = held_out(Chinchilla(), table, column)
-    print(f"without the largest {column:10} mean error {100 * found.mean['eval_loss']:.2f}% of {found.judged} rows")
+    score = held_out(Chinchilla(), table, column)
+    print(f"without the largest {column:10} mean error {100 * score.mean['eval_loss']:.2f}% of {score.judged} rows")
 
 # %% [markdown]
 # ## What to train
 #
-# For a budget the law names the size and the tokens that lose least, each with its interval, and `beyond` says what of
-# that lies outside of the runs. `E`, the loss that no model goes below, came out as nothing here: models this small
-# are too far from it to see it. Twenty points of four tiny models show the way and no more; `experiments/scaling_law`
-# has the study.
+# For a budget the law gives the size and the tokens with the lowest loss, each with its interval, and `beyond` says
+# which of them lie outside the runs. The floor `E` came out as zero here: models this small are too far from it to
+# determine it. Twenty points of four tiny models only show the method; `experiments/scaling_law` has the study.
 
 # %%
 for times in (1, 10):

@@ -14,10 +14,10 @@
 # %% [markdown]
 # # Your own parts, and what accepts them
 #
-# A layer, a sharding rule, an optimizer and a kernel, written here from nothing. Each is then held to what the
-# library's own are held to, by a line of `js.testing`: **sharded equals unsharded**, **stacked layers equal layers one
-# by one**, **a kernel is as exact as a plain implementation**. After each comes a mistake that people make, and what
-# is said of it. No accelerator and no network is needed.
+# A layer, a sharding rule, an optimizer and a kernel, written here from scratch. Each is then checked like the
+# library's own, by a line of `js.testing`: **sharded equals unsharded**, **stacked layers equal layers one by one**,
+# **a kernel is as exact as a plain implementation**. After each comes a common mistake, and its error message. No
+# accelerator and no network is needed.
 
 # %%
 import dataclasses
@@ -47,9 +47,9 @@ plt.rcParams["figure.dpi"] = 75
 # %% [markdown]
 # ## A layer
 #
-# A feed-forward with a squared ReLU (So et al. 2021) times a gate. It says what its dimensions *are*: `Linear` takes
-# names with sizes, `constrain` names an activation. It holds no device, no mesh and no `jit`; a Transformer takes it
-# by reference, as it takes `SwiGLU`.
+# A feed-forward layer with a squared ReLU (So et al. 2021) as its gate. It says what its dimensions *are*: `Linear`
+# takes names with sizes, `constrain` names an activation. It contains no device, no mesh and no `jit`; a Transformer
+# takes the class as a setting, as it takes `SwiGLU`.
 
 
 # %%
@@ -77,18 +77,19 @@ class SquaredGate(nnx.Module):
 model = TransformerConfig(depth=2, vocab=64, width=32, heads=4, hidden=64, mlp=SquaredGate)
 
 # %% [markdown]
-# Two steps of training on one device and on each layout, from one seed. Compared are losses, gradients and parameters,
-# leaf by leaf; a number is the largest error as a share of what float32 is allowed (1e-5 of the leaf). It may be 1.
+# Two training steps on one device and on each layout, from one seed. Compared are losses, gradients and parameters,
+# leaf by leaf; a number is the largest error as a share of the tolerance for float32 (1e-5 of the leaf). It may be up
+# to 1.
 
 # %%
 layouts = [js.Layout("data=2,tensor=4"), js.Layout("fsdp=8")]
-found = js.testing.compare_layouts(model, layouts)
-found.check()
-found
+comparison = js.testing.compare_layouts(model, layouts)
+comparison.check()
+comparison
 
 # %% [markdown]
-# **A mistake.** This one normalises its hidden width, by hand under `shard_map`, and forgets that a device has only
-# its own piece of it: each divides by the size of a quarter. No shape is wrong and the loss falls; it is another model
+# **A mistake.** This layer normalises its hidden activations by hand under `shard_map`, and ignores that a device has
+# only its own shard: each normalises a quarter by itself. No shape is wrong and the loss falls, but it is another model
 # on every mesh.
 
 
@@ -105,18 +106,18 @@ class Forgetful(SquaredGate):
         return self.down(normalise(h))
 
 
-found = js.testing.compare_layouts(dataclasses.replace(model, mlp=Forgetful), layouts[:1])
+comparison = js.testing.compare_layouts(dataclasses.replace(model, mlp=Forgetful), layouts[:1])
 try:
-    found.check()
+    comparison.check()
 except AssertionError as error:
     print("\n".join(str(error).splitlines()[:3]))
-found
+comparison
 
 # %% [markdown]
 # ## A sharding rule
 #
-# A rule says where a name lives. These are the default ones, but `mlp` and `vocab`, the largest dimensions, lie over
-# `context` as well as `tensor`, at rest and in use, and the sequence is whole.
+# A rule says over which mesh axes a name is sharded. These are the default rules, except that `mlp` and `vocab`, the
+# largest dimensions, are sharded over `context` as well as `tensor`, at rest and in use, and the sequence is not.
 
 # %%
 usual = PRESETS["fsdp_tensor"]()
@@ -133,13 +134,13 @@ infos = describe_model(model)[1]
 tensor_table("the first layers", [row for row in describe(infos, layout) if "mlp" in row.path or "embed" in row.path])
 
 # %%
-found = js.testing.compare_layouts(model, [layout])
-found.check()
-found
+comparison = js.testing.compare_layouts(model, [layout])
+comparison.check()
+comparison
 
 # %% [markdown]
-# **Two mistakes.** A rule cannot make numbers wrong, only places: what does not fit is told before anything is
-# compiled.
+# **Two mistakes.** A rule cannot make numbers wrong, only shardings: rules that do not fit are errors before anything
+# is compiled.
 
 # %%
 from jaxscale.errors import LayoutError
@@ -156,9 +157,9 @@ except LayoutError as error:
 # %% [markdown]
 # ## An optimizer
 #
-# Anything with `make(learning_rate, infos)`, which gives an optax transformation. This is signed momentum, each
-# tensor's update as long as a share of the tensor itself (the trust ratio of LARS, You et al. 2017). First in optax's
-# words:
+# Anything with `make(learning_rate, infos)`, which returns an optax transformation. This one is signed momentum, where
+# the norm of each tensor's update is a share of the tensor's own norm (the trust ratio of LARS, You et al. 2017). First
+# with optax's parts:
 
 
 # %%
@@ -173,24 +174,24 @@ class SignedByOptax:
 
 
 small = [js.Layout("fsdp=4,tensor=2")]
-found = js.testing.compare_optimizer(SignedByOptax(), small)
+comparison = js.testing.compare_optimizer(SignedByOptax(), small)
 try:
-    found.check()
+    comparison.check()
 except AssertionError as error:
     print("\n".join(str(error).splitlines()[:3]))
-found
+comparison
 
 # %% [markdown]
-# **The mistake** is an old one: the layers of a model are one stacked tensor, and optax takes the length of the whole
-# stack. On any mesh it does the same, and it is wrong on all of them. What is defined per tensor is defined per layer,
-# and `infos` say which dimension is which:
+# **The mistake** is a common one: the layers of a model are one stacked tensor, and optax takes the norm of the whole
+# stack. It does the same on every mesh, and is wrong on all of them. A rule for each tensor has to apply to each
+# layer's tensor, and `infos` say which dimension is which:
 
 
 # %%
 @js.config.register
 @dataclasses.dataclass(frozen=True)
 class Signed:
-    """Signed momentum, as long as a share of each layer's tensor."""
+    """Signed momentum, with the norm of an update a share of the norm of each layer's tensor."""
 
     momentum: float = 0.9
 
@@ -217,16 +218,16 @@ class Signed:
         return optax.GradientTransformation(init, update)
 
 
-found = js.testing.compare_optimizer(Signed(), small)
-found.check()
-found
+comparison = js.testing.compare_optimizer(Signed(), small)
+comparison.check()
+comparison
 
 # %% [markdown]
 # ## A kernel
 #
-# The layer's product once more, in one pass over memory, in Pallas. A kernel has implementations; `dispatch` takes the
-# best that the hardware at hand supports, says in words why not another, and never falls back from one that was named.
-# The gradient is ours to write.
+# The layer's elementwise product again, in one pass over memory, in Pallas. An op has several implementations;
+# `dispatch` takes the best that the present hardware supports, explains why it skipped others, and never replaces one
+# that was requested by name. The gradient has to be written by hand.
 
 # %%
 ROWS, COLUMNS = 8, 128
@@ -275,8 +276,8 @@ def forward(gate, up):
     return fused(gate, up), (gate, up)
 
 
-def backward(kept, g):
-    gate, up, g32 = (x.astype(jnp.float32) for x in (*kept, g))
+def backward(saved, g):
+    gate, up, g32 = (x.astype(jnp.float32) for x in (*saved, g))
     relu = jnp.maximum(gate, 0)
     return (2 * relu * up * g32).astype(g.dtype), (relu * relu * g32).astype(g.dtype)
 
@@ -284,8 +285,8 @@ def backward(kept, g):
 fused.defvjp(forward, backward)
 
 # %% [markdown]
-# `compare_op` asks for no tolerance: our error against float64 may be twice that of the plain implementation in the
-# same dtype. The TPU's kernel runs in its interpreter here.
+# `compare_op` needs no tolerance: the error relative to float64 may be twice that of the plain implementation in the
+# same dtype. The kernel for TPUs runs in Pallas's interpreter here.
 
 
 # %%
@@ -303,13 +304,13 @@ def pair(dtype, shape=(32, 256)):
 
 with interpreted():
     for dtype in (jnp.float32, jnp.bfloat16):
-        found = js.testing.compare_op(on_tpu, squared_gate, *pair(dtype))
-        found.check()
-        display(found)
+        comparison = js.testing.compare_op(on_tpu, squared_gate, *pair(dtype))
+        comparison.check()
+        display(comparison)
 
 # %% [markdown]
-# **Three mistakes**: arithmetic in 8 bits to save time, a gradient without its 2, and a shape that the kernel cannot
-# cut.
+# **Three mistakes**: arithmetic in 8 bits to save time, a gradient that lacks a factor of 2, and a shape that the
+# kernel cannot tile.
 
 # %%
 from pallas_kernels.errors import KernelError
@@ -324,8 +325,8 @@ def halved(gate, up):
     return squared_gate(gate, up)
 
 
-def without_its_2(kept, g):
-    by_gate, by_up = backward(kept, g)
+def without_its_2(saved, g):
+    by_gate, by_up = backward(saved, g)
     return by_gate / 2, by_up
 
 
@@ -345,8 +346,8 @@ except KernelError as error:
 # %% [markdown]
 # ## Together
 #
-# The partitioner cannot cut a kernel. `sharded_op` gives it the piece that each device holds, by the names of its
-# dimensions; here, on a CPU, dispatch takes XLA's form. The layer, with the kernel in it, on the rule:
+# The partitioner cannot shard a kernel. `sharded_op` passes it the shard of each device, by the names of its
+# dimensions; here, on a CPU, dispatch takes XLA's implementation. The layer, with the kernel in it, under our rule:
 
 
 # %%
@@ -362,6 +363,6 @@ class Fused(SquaredGate):
 
 
 model = dataclasses.replace(model, mlp=Fused)
-found = js.testing.compare_layouts(model, [layout])
-found.check()
-found
+comparison = js.testing.compare_layouts(model, [layout])
+comparison.check()
+comparison

@@ -14,9 +14,9 @@
 # %% [markdown]
 # # Import, fine-tune, generate, export
 #
-# A Hugging Face folder becomes a run, learns to answer with low-rank adapters on a sharded layout, answers, and goes
-# back out as a Hugging Face folder. The checkpoint is made up here, small and of nothing but this machine's own files,
-# so that no network is needed; with a real one the first cell of interest is the import.
+# A Hugging Face folder becomes a run, learns to answer questions with low-rank adapters on a sharded layout, answers
+# them, and is exported as a Hugging Face folder again. The checkpoint is a small one, made here from files of this
+# machine, so that no network is needed; with a real checkpoint, start at the import.
 
 # %%
 import json
@@ -45,8 +45,8 @@ plt.rcParams["figure.dpi"] = 75
 # %% [markdown]
 # ## A checkpoint to begin with
 #
-# A tokenizer with the special tokens of ChatML, a small model of Llama's shape that has read a few of Python's own
-# files, and a chat template. `export_checkpoint` writes them as `transformers` would: safetensors, `config.json`,
+# A tokenizer with the special tokens of ChatML, a small Llama trained on a few of Python's own files, and a chat
+# template. `export_checkpoint` writes them as `transformers` would: safetensors, `config.json`,
 # `tokenizer.json`.
 
 # %%
@@ -91,8 +91,8 @@ end = bpe.token_to_id("<|im_end|>")
 # %% [markdown]
 # ## Import
 #
-# From here on it could be anybody's. `import_checkpoint` (`jaxscale import HF_DIR RUN`) reads `config.json`, checks
-# every name and shape, and writes a run folder, tensor by tensor. What came beside the tensors stays in its `hf/`.
+# From here on it could be anybody's checkpoint. `import_checkpoint` (`jaxscale import HF_DIR RUN`) reads `config.json`,
+# checks every name and shape, and writes a run folder, tensor by tensor. The other files are copied to its `hf/`.
 
 # %%
 base = import_checkpoint(folder, work / "base", say=lambda _: None)
@@ -106,12 +106,13 @@ def ask(country):
 base.chat(ask("France"), temperature=0.0, max_tokens=12).text
 
 # %% [markdown]
-# It knows nothing.
+# It knows nothing yet.
 #
-# ## Conversations, of which the answers are learned
+# ## Train on the answers of conversations
 #
-# A line of JSON is a conversation. The model's own template writes it, several fill a row, and the loss weighs what the
-# assistant says, to the end of its turn: the white places below. Rows are a function of the step, as always.
+# A line of JSON is a conversation. The model's own template formats it, several are packed into a row, and the loss
+# counts only what the assistant says, to the end of its turn: the white positions below. Rows depend only on the step,
+# as always.
 
 # %%
 lines = [[*ask(c), {"role": "assistant", "content": f"{city}."}] for c, city in CAPITALS.items()]
@@ -131,9 +132,10 @@ plt.show()
 # %% [markdown]
 # ## Adapters on a layout
 #
-# `train.start` names the run to start from, `train.adapters` what is trained beside it. Each projection `x · W` gets
-# `scale · (x · A) · B` with `A` and `B` of rank 16. They carry the names of what they adapt, so any layout that lays
-# out the model lays them out. The model itself is frozen: no gradient, no optimizer state, not in the checkpoints.
+# `train.start` names the run to start from, `train.adapters` the adapters to train. Each projection `x · W` gets
+# `scale · (x · A) · B` with `A` and `B` of rank 16. They have the axis names of the weights they adapt, so any layout
+# for the model shards them too. The model itself is frozen: it has no gradient and no optimizer state, and is not in
+# the checkpoints.
 
 # %%
 tuned = js.fit(
@@ -154,24 +156,24 @@ plt.show()
 # %% [markdown]
 # ## Ask again
 #
-# All questions side by side, through the engine and its paged cache. A run with adapters is loaded as the model that
-# it makes.
+# All questions at the same time, through the engine and its paged cache. A run with adapters is loaded with the
+# adapters applied.
 
 # %%
 template = js.data.ChatTemplate.read(tuned.path / "hf")
 prompts = [template.ids(ask(c), tuned.tokenizer).tolist() for c in CAPITALS]
-found = tuned.generate(prompts, temperature=0.0, max_tokens=12)
-answers = {c: answer.text for c, answer in zip(CAPITALS, found, strict=True)}
+completions = tuned.generate(prompts, temperature=0.0, max_tokens=12)
+answers = {c: answer.text for c, answer in zip(CAPITALS, completions, strict=True)}
 right = sum(answers[c] == f"{city}." for c, city in CAPITALS.items())
 print(f"{right} of {len(CAPITALS)} right")
 answers
 
 # %% [markdown]
-# ## Merge, and out again
+# ## Merge and export
 #
-# `merge` (`jaxscale merge RUN OUT`) adds the adapters to the weights: an ordinary run, which needs neither the one it
-# came from nor the adapters. `export_checkpoint` (`jaxscale export RUN HF_DIR`) writes it as the folder that it was
-# imported from, template and all; read back, it says the same.
+# `merge` (`jaxscale merge RUN OUT`) adds the adapters to the weights: the result is an ordinary run, which needs
+# neither the run it came from nor the adapters. `export_checkpoint` (`jaxscale export RUN HF_DIR`) writes it as a
+# folder like the imported one, chat template included; imported again, it gives the same answers.
 
 # %%
 merged = merge(js.load(str(tuned.path)), work / "merged")

@@ -11,7 +11,7 @@ from jaxscale.sweep import Job, Trial
 from jaxscale.sweep.configs import Base
 from jaxscale.sweep.search import Grid
 from jaxscale.train.metrics import MetricsFile
-from tests.truth.sweeps import Told, run, states
+from tests.truth.sweeps import Scripted, run, states
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
 
@@ -34,7 +34,7 @@ def test_what_is_done_is_not_touched_again():
     result = run()
     runs = [p for p in result.path.rglob("*") if p.parent != result.path]
     before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in runs if p.is_file()}
-    again = Told()
+    again = Scripted()
     run(runner=again)
     assert again.started == []
     assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in before} == before
@@ -42,7 +42,7 @@ def test_what_is_done_is_not_touched_again():
 
 def test_more_runs_go_on_in_the_same_folder():
     run(runs=2)
-    again = Told()
+    again = Scripted()
     assert states(run(runner=again)) == ["finished"] * 3
     assert again.started == [(2, None)]
 
@@ -54,10 +54,10 @@ def test_a_signal_stops_running_trials_and_the_same_sweep_continues():
             signal.raise_signal(signal.SIGINT)
         return 1.0
 
-    stopped = run(runner=Told(loss, at_once=1))
+    stopped = run(runner=Scripted(loss, at_once=1))
     assert states(stopped) == ["finished", "waiting"]
     assert 0 < stopped.table()[1]["steps"] < 4
-    again = Told()
+    again = Scripted()
     assert states(run(runner=again)) == ["finished"] * 3
     assert again.started == [(1, None), (2, None)]
 
@@ -82,7 +82,7 @@ class _Dies:
         return "ended by SIGKILL"
 
 
-class Deadly(Told):
+class Deadly(Scripted):
     """A runner whose process for the second trial dies, each time after the next number of steps."""
 
     reached = [1, 2, 2, 2, 2]
@@ -112,7 +112,7 @@ class Rungs(Grid):
 
 
 def test_a_paused_trial_continues_when_requested_again():
-    runner = Told()
+    runner = Scripted()
     result = run(runner=runner, search=Rungs())
     assert states(result) == ["finished", "paused", "paused"]
     assert runner.started == [(0, 2), (1, 2), (2, 2), (0, None)]
@@ -127,9 +127,9 @@ class Impatient(Grid):
 
 
 def test_a_trial_that_is_given_up_is_stopped_for_good():
-    result = run(runner=Told(lambda bindings, step: 1 + (bindings["train.lr"] == 2e-2)), search=Impatient())
+    result = run(runner=Scripted(lambda bindings, step: 1 + (bindings["train.lr"] == 2e-2)), search=Impatient())
     assert states(result) == ["finished", "stopped", "finished"]
     assert result.table()[1]["steps"] < 4
-    again = Told()
+    again = Scripted()
     assert states(run(runner=again, search=Impatient())) == ["finished", "stopped", "finished"]
     assert again.started == []

@@ -18,7 +18,7 @@ from jaxscale.sweep.journal import held, job_file, run_folder, try_again
 from jaxscale.sweep.outcomes import Outcome
 from tests.truth.errors import raises_saying
 from tests.truth.runs import bigram, losses
-from tests.truth.sweeps import BASE, LR, Told, run, states, text
+from tests.truth.sweeps import BASE, LR, Scripted, run, states, text
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
 
@@ -29,7 +29,7 @@ def test_a_trial_is_written_down_before_it_starts(own_folder):
         assert {"train.lr": repr(bindings["train.lr"])} in [line["bindings"] for line in lines]
         return 1.0
 
-    assert states(run(runner=Told(loss))) == ["finished"] * 3
+    assert states(run(runner=Scripted(loss))) == ["finished"] * 3
 
 
 def test_one_process_at_a_time_has_a_sweep():
@@ -38,7 +38,7 @@ def test_one_process_at_a_time_has_a_sweep():
             js.sweep.journal.Journal(Path("sweep"), "eval_loss")
         return 1.0
 
-    run(runner=Told(loss))
+    run(runner=Scripted(loss))
 
 
 def test_who_looks_whether_a_trial_runs_does_not_hold_it(tmp_path):
@@ -59,9 +59,9 @@ def test_failed_trials_are_retried_on_request_and_no_others():
             raise RuntimeError("no space left on device")
         return 1 / step
 
-    assert states(run(runner=Told(loss))) == ["finished", "failed", "failed"]
+    assert states(run(runner=Scripted(loss))) == ["finished", "failed", "failed"]
     before = {p: p.read_bytes() for p in Path("sweep/000").rglob("*")}
-    full[0], again = False, Told(loss)
+    full[0], again = False, Scripted(loss)
     assert states(run(runner=again)) == ["finished", "failed", "failed"] and not again.started
     assert states(run(runner=again, retry_failed=True)) == ["finished"] * 3
     assert [id for id, _ in again.started] == [1, 2]
@@ -73,9 +73,9 @@ def test_errors_of_all_failed_attempts_are_saved():
     def loss(bindings, step):
         raise RuntimeError(f"reason {len(list(Path('sweep').rglob('*.failed-*.json')))}")
 
-    run('sweep.axes = {"train.lr": [1e-2]}', Told(loss))
+    run('sweep.axes = {"train.lr": [1e-2]}', Scripted(loss))
     for _ in range(2):
-        result = run('sweep.axes = {"train.lr": [1e-2]}', Told(loss), retry_failed=True)
+        result = run('sweep.axes = {"train.lr": [1e-2]}', Scripted(loss), retry_failed=True)
     assert result.table()[0]["error"] == "reason 2"
     reasons = [json.loads(Path(f"sweep/jobs/000.failed-{n}.json").read_text())["error"] for n in (1, 2)]
     assert reasons == ["reason 0", "reason 1"]

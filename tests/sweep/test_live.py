@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from jaxscale.sweep import sweep_of
-from tests.truth.sweeps import LR, Told, text
+from tests.truth.sweeps import LR, Scripted, text
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("no_waiting")
 def test_a_search_that_leaves_trials_at_a_rung_says_that_it_is_over(capsys):
     more = LR + "sweep.search = @ASHA()\nASHA.rungs = 2\n"
     whole = text(more)
-    sweep = dataclasses.replace(sweep_of(whole), runner=Told(lambda bindings, step: bindings["train.lr"]))
+    sweep = dataclasses.replace(sweep_of(whole), runner=Scripted(lambda bindings, step: bindings["train.lr"]))
     sweep.run("sweep", whole)
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first == "sweeping in sweep: 0 of 3 runs done"
@@ -27,5 +27,5 @@ def test_a_search_that_leaves_trials_at_a_rung_says_that_it_is_over(capsys):
 
 def test_a_grid_says_how_many_are_done(capsys):
     whole = text(LR)
-    dataclasses.replace(sweep_of(whole), runner=Told()).run("sweep", whole)
+    dataclasses.replace(sweep_of(whole), runner=Scripted()).run("sweep", whole)
     assert capsys.readouterr().out.splitlines()[-1].startswith("sweep · 3 of 3 runs done · best")

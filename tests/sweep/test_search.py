@@ -137,7 +137,7 @@ def test_asha_continues_trials_in_the_best_third_so_far_and_keeps_all_workers_bu
     failing = (1, 7, 30)
     out = carry_out(ASHA(), SPACE, curve, STEPS, runs=60, workers=workers, failing=failing, every=2)
     below = {9: 3, 27: 9, None: 27}
-    for trial, seen in out.asked:
+    for trial, seen in out.proposed:
         if trial.until == 3:
             continue
         rung = below[trial.until]
@@ -148,11 +148,11 @@ def test_asha_continues_trials_in_the_best_third_so_far_and_keeps_all_workers_bu
                 ends[r.trial.id] = curve(r.trial.bindings, rung) if reached else math.inf
         best = sorted(ends, key=lambda i: (ends[i], i))[: len(ends) // 3]
         assert trial.id in best and trial.id not in failing
-    ups = [(t.id, t.until) for t, _ in out.asked]
+    ups = [(t.id, t.until) for t, _ in out.proposed]
     assert len(ups) == len(set(ups)), "nobody goes to a rung twice"
-    began = max(i for i, (t, _) in enumerate(out.asked) if t.until == 3)
-    assert sum(t.until == 3 for t, _ in out.asked) == 60
-    assert all(sum(r.state == RUNNING for r in seen) < workers for _, seen in out.asked[: began + 1])
+    began = max(i for i, (t, _) in enumerate(out.proposed) if t.until == 3)
+    assert sum(t.until == 3 for t, _ in out.proposed) == 60
+    assert all(sum(r.state == RUNNING for r in seen) < workers for _, seen in out.proposed[: began + 1])
     assert out.at_step(None), "somebody came to the last step"
 
 
@@ -165,7 +165,7 @@ def test_hyperband_has_the_brackets_of_its_paper():
     search = Hyperband(rungs=5)
     assert list(search.brackets()) == [(5, 81), (4, 34), (3, 15), (2, 8), (1, 5)]  # Li et al. 2018, table 1
     out = carry_out(search, SPACE, curve, STEPS, workers=4, every=3)
-    firsts = [t.until for t, seen in out.asked if t.id == len(seen)]
+    firsts = [t.until for t, seen in out.proposed if t.id == len(seen)]
     assert firsts == [1] * 81 + [3] * 34 + [9] * 15 + [27] * 8 + [None] * 5
     assert len(out.records) == search.total(SPACE) == 143
     assert len(out.at_step(None)) == 1 + 1 + 1 + 2 + 5

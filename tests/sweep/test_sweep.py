@@ -12,7 +12,7 @@ from jaxscale.errors import ConfigError, RunError
 from jaxscale.sweep import Prepared, Sweep, sweep_of
 from tests.truth.errors import raises_saying
 from tests.truth.runs import bigram, losses
-from tests.truth.sweeps import BASE, LR, Told, run, text
+from tests.truth.sweeps import BASE, LR, Scripted, run, text
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
 
@@ -48,7 +48,7 @@ def test_a_run_that_fails_is_a_row_and_the_sweep_continues(tmp_path):
 def test_objects_and_settings_of_python_do_as_well():
     values = [js.optim.SGD(momentum=0.5), js.optim.AdamW(b1=0.5)]
     seen = []
-    runner = Told(lambda bindings, step: seen.append(bindings) or 1.0)
+    runner = Scripted(lambda bindings, step: seen.append(bindings) or 1.0)
     base = js.TrainConfig(**bigram(eval_batches=1))
     sweep = Sweep({"train.optimizer": values, "TestBigram.width": [4, 8], "train.lr": [1e-2]}, runner=runner)
     prepared = Prepared(sweep, base)
@@ -64,7 +64,7 @@ def test_objects_and_settings_of_python_do_as_well():
 
 def test_a_value_of_python_may_be_gin_text():
     base = js.TrainConfig(**bigram(eval_batches=1))
-    result = Sweep({"train.optimizer": [Text("@SGD()")]}, runner=Told()).run("sweep", base, quiet=True)
+    result = Sweep({"train.optimizer": [Text("@SGD()")]}, runner=Scripted()).run("sweep", base, quiet=True)
     assert result.table()[0]["train.optimizer"] == "@SGD()"
 
 

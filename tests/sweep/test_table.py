@@ -10,7 +10,7 @@ import pytest
 
 from jaxscale.errors import RunError
 from tests.truth.errors import raises_saying
-from tests.truth.sweeps import Told, run
+from tests.truth.sweeps import Scripted, run
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
 
@@ -53,7 +53,7 @@ def test_the_best_is_the_lowest_finite_one_that_did_not_fail():
             raise RuntimeError("no memory")
         return {2e-2: math.nan, 3e-2: 2.0, 4e-2: 3.0}[bindings["train.lr"]]
 
-    result = run('sweep.axes = {"train.lr": [1e-2, 2e-2, 3e-2, 4e-2]}', Told(loss))
+    result = run('sweep.axes = {"train.lr": [1e-2, 2e-2, 3e-2, 4e-2]}', Scripted(loss))
     assert result.best()["train.lr"] == 3e-2
     assert result.table()[0]["error"] == "no memory"
 
@@ -61,7 +61,7 @@ def test_the_best_is_the_lowest_finite_one_that_did_not_fail():
 def test_the_best_of_a_shared_sweep_may_be_another_machines(own_folder):
     pytest.importorskip("optuna")
     url = f"journal://{own_folder}/storage"
-    first = run(runner=Told(lambda bindings, step: bindings["train.lr"]), folder="first", storage=url)
+    first = run(runner=Scripted(lambda bindings, step: bindings["train.lr"]), folder="first", storage=url)
     second = run(folder="second", storage=url)  # no trials are left for it
     assert second.done() and [row["eval_loss"] for row in second.table()] == [1e-2, 2e-2, 3e-2]
     assert second.run().path.samefile(first.run().path)
@@ -72,4 +72,4 @@ def test_no_best_where_nothing_was_measured():
         raise RuntimeError("no memory")
 
     with raises_saying(RunError, "no trial of sweep", "eval_loss"):
-        run(runner=Told(loss)).best()
+        run(runner=Scripted(loss)).best()

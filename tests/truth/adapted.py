@@ -1,4 +1,4 @@
-"""Run folders of random numbers, with adapters of which neither matrix is zero, and no step was taken."""
+"""Untrained run folders with random weights, and with adapters whose two matrices are not zero."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from jaxscale.train.run import about, checkpoints_in, write_config
 
 
 def drawn(model: TransformerConfig, out: Path) -> Run:
-    """A run of a model."""
+    """Write a run of a model with random weights."""
     return _written(TrainConfig(model=model, layout=None), out)
 
 
 def adapted(base: Run, out: Path, lora: LoRA) -> Run:
-    """A run of adapters over the newest checkpoint of another."""
+    """Write a run of random adapters on the newest checkpoint of another run."""
     return _written(settled(TrainConfig(start=FromRun(str(base.path)), adapters=lora, layout=None)), out)
 
 

@@ -1,4 +1,4 @@
-"""A sweep without runs: trials whose curves are formulas, carried out by workers that take turns."""
+"""A sweep without runs: trials whose curves are formulas, advanced by workers in turns."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ Curve = Callable[[Mapping[str, Any], int], float]
 
 @dataclasses.dataclass
 class Carried:
-    """What came of a sweep.
+    """Result of a sweep.
 
     Args:
-      records: of all trials.
-      spent: steps taken by all of them.
-      bests: (steps spent, lowest objective of a finished trial) whenever that fell.
-      asked: every trial that was started or gone on with, in order, and the records of then, curves but for their ends.
-      idle: how often a worker found nothing to do while others worked.
+      records: records of all trials.
+      spent: steps that all trials took together.
+      bests: (steps spent, lowest objective of a finished trial) at each improvement.
+      proposed: every trial that was started or continued, in order, with the records of that moment, whose curves have
+        only their last point.
+      idle: how often a worker had nothing to do while others worked.
     """
 
     records: list[Record] = dataclasses.field(default_factory=list)
     spent: int = 0
     bests: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    asked: list[tuple[Trial, list[Record]]] = dataclasses.field(default_factory=list)
+    proposed: list[tuple[Trial, list[Record]]] = dataclasses.field(default_factory=list)
     idle: int = 0
 
     def at_step(self, step: int | None) -> set[int]:
-        """Ids of trials that were asked to go to a step."""
-        return {trial.id for trial, _ in self.asked if trial.until == step}
+        """Return the ids of trials that were told to run until a step."""
+        return {trial.id for trial, _ in self.proposed if trial.until == step}
 
     @property
     def best(self) -> float:
-        """The lowest objective of a finished trial."""
+        """Return the lowest objective of a finished trial."""
         return self.bests[-1][1] if self.bests else math.inf
 
 
@@ -60,19 +61,22 @@ def carry_out(
     budget: float = math.inf,
     seed: int = 0,
 ) -> Carried:
-    """Carries a sweep out as a coordinator does, and checks what every search has to keep to.
+    """Run a sweep as a coordinator does, and check the rules for every search.
 
     Args:
-      search, space, curve, steps: of the sweep.
-      runs: no new trials beyond these.
-      workers: trials at once; which of them comes further next is random.
+      search: the search.
+      space: name -> axis.
+      curve: objective of bindings at a step.
+      steps: steps of a complete run.
+      runs: largest number of trials.
+      workers: trials that run at the same time; a random one of them advances next.
       every: steps between two measurements.
-      failing: ids of trials that fail half-way to where they were first asked to go.
-      killed_after: turns after which everything stands still.
-      records: of a sweep that was killed.
-      until: an objective at which it ends.
-      budget: steps after which it ends.
-      seed: of the order of the workers' turns.
+      failing: ids of trials that fail half-way to their first target.
+      killed_after: number of turns after which the sweep stops.
+      records: records of an earlier sweep that is continued.
+      until: the sweep ends at this objective.
+      budget: the sweep ends after this many steps.
+      seed: random seed of the workers' order.
     """
     out, random = Carried(copy.deepcopy(records or [])), np.random.default_rng(seed)
     for record in out.records:
@@ -88,7 +92,7 @@ def carry_out(
             if trial is None or (trial.id == len(out.records) and runs is not None and trial.id >= runs):
                 out.idle += any(r.state == RUNNING for r in out.records)
                 break
-            out.asked.append((trial, [dataclasses.replace(r, curve=r.curve[-1:]) for r in out.records]))
+            out.proposed.append((trial, [dataclasses.replace(r, curve=r.curve[-1:]) for r in out.records]))
             _begin(out.records, trial, steps)
         running = [r for r in out.records if r.state == RUNNING]
         if not running or turns == killed_after or out.best <= until or out.spent >= budget:
@@ -104,8 +108,8 @@ def _begin(records: list[Record], trial: Trial, steps: int) -> None:
         records.append(Record(trial, RUNNING))
         return
     record = records[trial.id]
-    assert record.state == PAUSED, f"trial {trial.id} is {record.state} and was asked for again"
-    assert record.trial.until is not None and end > record.trial.until, "it was there already"
+    assert record.state == PAUSED, f"trial {trial.id} is {record.state} and was proposed again"
+    assert record.trial.until is not None and end > record.trial.until, "the trial already got there"
     assert trial.bindings == record.trial.bindings, "a trial keeps its bindings"
     record.trial, record.state = trial, RUNNING
 

@@ -1,4 +1,4 @@
-"""The rule by which two trees of numbers agree: the library's own, for whoever writes a layer."""
+"""The library's public rule by which two trees of numbers agree."""
 
 from jaxscale.testing.compare import FLOOR, TOLERANCE, assert_leaves_agree, global_norm, path_name
 

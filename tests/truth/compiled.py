@@ -1,4 +1,4 @@
-"""How many programs were compiled."""
+"""Count compiled programs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _seen: list[str] = []
 
 
 def compilations() -> int:
-    """Programs compiled by this process since this was first called, those found in the persistent cache included.
+    """Return the programs compiled by this process since the first call, those from the persistent cache included.
 
-    A jitted function's own `_cache_size()` counts argument signatures of its fast path, and may say 2 of one program.
+    A jitted function's own `_cache_size()` counts argument signatures of its fast path, and may be 2 for one program.
     """
     _listen()
     return len(_seen)
@@ -23,12 +23,12 @@ def compilations() -> int:
 
 @contextlib.contextmanager
 def nothing_is_compiled() -> Iterator[None]:
-    """Fails if this process compiles a program within."""
+    """Fail if this process compiles a program in the block."""
     before = compilations()
     yield
     assert compilations() == before
     jax.jit(lambda x: x + before)(np.float32(1))
-    assert compilations() > before, "JAX no longer reports what is counted"
+    assert compilations() > before, "JAX no longer reports the events that are counted"
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What every error is held to: one sentence that names the offending thing and what to do."""
+"""Check of every error: one sentence that names the offending thing and what to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxscale.errors import JaxscaleError
 
 @contextlib.contextmanager
 def raises_saying(kind: type[Exception], *words: str) -> Iterator[None]:
-    """Expects one of our errors, on one line, whose message holds every one of `words`."""
+    """Expect one of our errors, on one line, whose message contains all `words`."""
     assert issubclass(kind, JaxscaleError)
     with pytest.raises(kind) as caught:
         yield

@@ -1,4 +1,4 @@
-"""An engine without a model: its tokens depend on the seed alone, and come as slowly as a test wants."""
+"""An engine without a model: its tokens depend only on the seed, and each step takes as long as a test needs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from jaxscale.infer.engine import Event, Request
 
 
 class Stats(NamedTuple):
+    """The engine's statistics, as `jaxscale.infer.engine` reports them."""
+
     waiting: int
     running: int
     pages_used: int
@@ -33,24 +35,30 @@ class FakeEngine:
 
     @property
     def busy(self) -> bool:
+        """Return whether there are unfinished sequences."""
         return bool(self.sequences)
 
     @property
     def stats(self) -> Stats:
+        """Return the statistics."""
         running = min(self.slots, len(self.sequences))
         return Stats(len(self.sequences) - running, running, running, PAGES - running, 0, self.steps)
 
     def check(self, request: Request) -> None:
+        """Raise for a prompt of more than 900 tokens."""
         if len(request.prompt) > 900:
             raise ConfigError(f"the prompt has {len(request.prompt)} tokens; the fake engine takes 900")
 
     def submit(self, request: Request) -> None:
+        """Add a sequence."""
         self.sequences[request.id] = (request, 0)
 
     def cancel(self, id: Any) -> None:
+        """Remove a sequence."""
         self.sequences.pop(id, None)
 
     def step(self) -> list[Event]:
+        """Generate a token for each sequence that has a slot."""
         time.sleep(self.seconds)
         self.steps += 1
         if self.fail_at is not None and self.steps >= self.fail_at:

@@ -1,4 +1,4 @@
-"""Tiny models of `transformers` with random weights, a line per family, saved as their users save them."""
+"""Tiny models of `transformers` with random weights, one per family, saved with `save_pretrained`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         dict(_GEMMA, sliding_window_pattern=2, rope_scaling={"rope_type": "linear", "factor": 8.0}),
     ),
     "olmo2": ("Olmo2", dict(_GROUPED)),
-    # every text is longer than what the first was trained on, and none than what the second was
+    # every sequence is longer than the original length of the first, and shorter than that of the second
     "phi3": ("Phi3", dict(_SIZES, rope_scaling=_LONG, original_max_position_embeddings=8, sliding_window=7)),
     "phi3 short": (
         "Phi3",
@@ -106,39 +106,39 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }
-"""By name: what its config's class is called, and what that is told."""
+"""Name -> prefix of the config class, and the arguments of that class."""
 
 
 @functools.cache
 def make(name: str) -> Any:
-    """The model, float32; every weight moved by noise, so that no bias is zero and no norm one."""
+    """Return the float32 model, with noise added to every weight so that no bias is zero and no norm is one."""
     import torch
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    kind, told = MODELS[name]
+    kind, arguments = MODELS[name]
     torch.manual_seed(len(name))
-    config = getattr(transformers, f"{kind}Config")(**copy.deepcopy(told))  # which it changes
+    config = getattr(transformers, f"{kind}Config")(**copy.deepcopy(arguments))  # the class changes them
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
         for name, bias in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):  # a weight in all but name
+            if name.endswith("e_score_correction_bias"):  # a buffer that acts as a weight
                 bias.add_(0.1 * torch.randn_like(bias))
     return model
 
 
-def save(name: str, folder: Path, **how: Any) -> Path:
-    """Its folder, written once."""
+def save(name: str, folder: Path, **options: Any) -> Path:
+    """Save the model, unless the folder already has it; return the folder."""
     if not (folder / "config.json").exists():
-        make(name).save_pretrained(folder, **how)
+        make(name).save_pretrained(folder, **options)
     return folder
 
 
 def logits(name: str, tokens: Any) -> Any:
-    """What it says of ids, (B, S, V) float32."""
+    """Return the model's logits of ids (B, S), (B, S, V) float32."""
     import torch
 
     with torch.no_grad():
@@ -146,11 +146,11 @@ def logits(name: str, tokens: Any) -> Any:
 
 
 def continued(name: str, prompt: int, new: int) -> Any:
-    """Two random prompts and what it continues them by, greedily and with its own cache, ids (2, prompt + new)."""
+    """Return two random prompts with the model's greedy completions (with its own cache), ids (2, prompt + new)."""
     import numpy as np
     import torch
 
-    told: dict[str, Any] = dict(do_sample=False, max_new_tokens=new, min_new_tokens=new, eos_token_id=None)
+    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=new, min_new_tokens=new, eos_token_id=None)
     start = np.random.default_rng(1).integers(3, VOCAB, (2, prompt))
     with torch.no_grad():
-        return make(name).generate(torch.tensor(start), pad_token_id=0, **told).numpy()
+        return make(name).generate(torch.tensor(start), pad_token_id=0, **options).numpy()

@@ -1,11 +1,11 @@
-"""One training step of every gin file of the repository, compiled: what the tests only trace and lower.
+"""Compile one training step of every gin file of the repository; the tests only trace and lower them.
 
-python -m tests.truth.gin_compiles            # all of them; minutes, hence not in the tests
-python -m tests.truth.gin_compiles FILE...    # those; the others' rows stay as they are
+python -m tests.truth.gin_compiles            # all files; takes minutes, so the tests do not do it
+python -m tests.truth.gin_compiles FILE...    # only these; the other rows stay
 
-A step is that of `jaxscale train` (of a sweep, of the trial with the last value of every axis): loss, gradients,
-guards, optimizer, on the file's own mesh of simulated CPU devices. Each file has a process of its own, since their
-number is a process's. Nothing is run and no data is opened. The table is `docs/measured/compiled_configs.md`.
+The step is that of `jaxscale train` (for a sweep, of the trial with the last value of every axis): loss, gradients,
+guards, optimizer, on the file's own mesh of simulated CPU devices. Each file has a process of its own, since a process
+fixes its number of devices. Nothing is run and no data is opened. The table is `docs/measured/compiled_configs.md`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _COLLECTIVE = re.compile(r"= \S.* (all-reduce|all-gather|reduce-scatter|collecti
 
 
 def compiled(file: Path) -> dict[str, Any]:
-    """What came of a file's step; call it in a process that has not used JAX yet."""
+    """Compile a file's step and return its row; call this in a process that has not used JAX yet."""
     run, sweep, text = golden.load(file)
     if sweep is not None:
         *_, run = golden.trials(sweep, text)
@@ -61,7 +61,7 @@ def compiled(file: Path) -> dict[str, Any]:
 
 
 def in_a_process(file: Path) -> dict[str, Any]:
-    """As `compiled`; a failure is a row as well."""
+    """Call `compiled` in another process; a failure becomes a row too."""
     command = [sys.executable, "-m", "tests.truth.gin_compiles", "--here", str(file)]
     done = subprocess.run(command, cwd=golden.ROOT, capture_output=True, text=True)
     if done.returncode == 0:
@@ -71,15 +71,16 @@ def in_a_process(file: Path) -> dict[str, Any]:
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """The table's rows by file."""
+    """Return file -> row of the table."""
     cells = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
     return {row[0].strip("`"): row for row in cells if row[0].startswith("`")}
 
 
 def main() -> None:
+    """Compile files and write the table after each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path)
-    parser.add_argument("--here", action="store_true", help="compile one in this process, and print JSON")
+    parser.add_argument("--here", action="store_true", help="compile one file in this process, and print JSON")
     args = parser.parse_args()
     if args.here:
         print(json.dumps(compiled(args.files[0])))

@@ -1,6 +1,6 @@
-"""What every gin file of the repository resolves to, kept as text: a setting that changes shows in a review.
+"""The resolved config of every gin file of the repository, as text, so that a changed setting shows in a review.
 
-python -m tests.truth.golden    # writes tests/golden/gin anew, and says what changed
+python -m tests.truth.golden    # rewrite tests/golden/gin, and print what changed
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ COMMAND = "python -m tests.truth.golden"
 
 
 def gin_files() -> list[Path]:
-    """Every gin file of the repository, its tests' own left out; relative to its root, sorted."""
+    """Return every gin file of the repository, except those of tests; relative to its root, sorted."""
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.gin"]
-    found = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True)
-    # an unpacked archive has no git, and nothing in its experiments that is not the repository's
-    names = found.stdout.split() if found.returncode == 0 else [str(p.relative_to(ROOT)) for p in _walked()]
+    listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True)
+    # an unpacked archive has no git, and its experiments have no files but the repository's
+    names = listed.stdout.split() if listed.returncode == 0 else [str(p.relative_to(ROOT)) for p in _walked()]
     return sorted(Path(n) for n in names if not n.startswith("tests/") and (ROOT / n).is_file())
 
 
@@ -36,20 +36,20 @@ def _walked() -> Iterator[Path]:
 
 
 def load(file: Path) -> tuple[TrainConfig, Sweep | None, str]:
-    """The run that a gin file describes, and the sweep if it is one, every name and type in it checked.
+    """Load the run of a gin file, and the sweep if it has one, and check every name and type.
 
     Returns:
-      the run, the sweep, and gin text of the file by itself.
+      The run, the sweep or `None`, and the loaded gin text.
 
     Raises:
-      ConfigError: what is wrong with it.
-      AssertionError: it binds what nothing reads.
+      ConfigError: the file has a mistake.
+      AssertionError: nothing reads one of its bindings.
     """
     text = config.load([ROOT / file])
     run = cast(TrainConfig, config.call("train"))
     sweep = None
     if any(name.startswith("sweep.") for name in config.unused()):
-        config.call("sweep", axes={})  # reads what it is told besides; references in axes stay as they are written
+        config.call("sweep", axes={})  # reads the other bindings; references in axes stay as they are written
         sweep = sweep_of(text)
     unread = [name for name in config.unused() if name != "sweep.axes" and not _is_of_axes(name, sweep)]
     assert not unread, f"{file}: nothing reads {', '.join(unread)}"
@@ -57,12 +57,12 @@ def load(file: Path) -> tuple[TrainConfig, Sweep | None, str]:
 
 
 def _is_of_axes(name: str, sweep: Sweep | None) -> bool:
-    """Whether a binding is of something that an axis refers to, as `@momentum/SGD()` to `momentum/SGD.momentum`."""
+    """Return whether an axis refers to a binding's object: `@momentum/SGD()` to that of `momentum/SGD.momentum`."""
     return sweep is not None and f"@{name.rpartition('.')[0]}" in str(sweep.axes)
 
 
 def trials(sweep: Sweep, text: str) -> list[TrainConfig]:
-    """Runs of a sweep that have each value of each axis, of a distribution both ends; the last of all at the end.
+    """Return runs of a sweep that cover each value of each axis (both ends of a range); the last has all last values.
 
     Raises:
       ConfigError: a binding is unknown, or a value is of the wrong type.
@@ -71,16 +71,16 @@ def trials(sweep: Sweep, text: str) -> list[TrainConfig]:
     values = {key: axis.grid() or [axis.at(0.0), axis.at(1 - 1e-9)] for key, axis in space.items()}
     first = {key: some[0] for key, some in values.items()}
     points = [{**first, key: value} for key, some in values.items() for value in some]
-    found = []
+    runs = []
     for point in [*points, {key: some[-1] for key, some in values.items()}]:
         run, unread = base.bind(point)
         assert not unread, f"nothing reads {', '.join(unread)}"
-        found.append(run)
-    return found
+        runs.append(run)
+    return runs
 
 
 def resolved(file: Path) -> str:
-    """A file's resolved form: every setting spelled out, those that it leaves to defaults included."""
+    """Return a file's resolved form: every setting, defaults included."""
     run, sweep, loaded = load(file)
     text = config.dumps("train", run.values())
     if sweep is None:
@@ -90,7 +90,7 @@ def resolved(file: Path) -> str:
 
 
 def changes(was: str, now: str) -> list[str]:
-    """The settings in which two resolved forms differ, a line each."""
+    """Return the settings in which two resolved forms differ, a line each."""
     a, b = _settings(was), _settings(now)
     differ = [key for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
     return [f"{key}: {a.get(key, 'not there')} -> {b.get(key, 'not there')}" for key in differ]
@@ -101,12 +101,13 @@ def _settings(text: str) -> dict[str, str]:
 
 
 def main() -> None:
-    wanted = {file: resolved(file) for file in gin_files()}
+    """Rewrite the golden files and print what changed."""
+    current = {file: resolved(file) for file in gin_files()}
     for path in sorted(GOLDEN.rglob("*.gin")):
-        if path.relative_to(GOLDEN) not in wanted:
+        if path.relative_to(GOLDEN) not in current:
             path.unlink()
             print(f"{path.relative_to(GOLDEN)}: gone")
-    for file, text in wanted.items():
+    for file, text in current.items():
         path = GOLDEN / file
         was = path.read_text() if path.exists() else ""
         for line in changes(was, text) if was else ["new"] * (was != text):

@@ -1,4 +1,4 @@
-"""A Llama folder as Hugging Face writes it, made of random numbers by their `safetensors` package alone."""
+"""A Hugging Face folder of a Llama with random weights, written with the `safetensors` package only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIG = {
 
 
 def tensors() -> dict[str, np.ndarray]:
-    """Its tensors, float32."""
+    """Return its tensors, float32."""
     shapes = {"model.embed_tokens.weight": (96, 32), "model.norm.weight": (32,), "lm_head.weight": (96, 32)}
     for i in range(3):
         layer = f"model.layers.{i}."
@@ -41,7 +41,7 @@ def tensors() -> dict[str, np.ndarray]:
 
 
 def write_folder(folder: Path, made: dict[str, np.ndarray] | None = None) -> Path:
-    """Writes it, with other tensors where they are given."""
+    """Write the folder, with these tensors or those of `tensors`."""
     from safetensors.numpy import save_file
 
     folder.mkdir(exist_ok=True)

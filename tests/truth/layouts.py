@@ -1,4 +1,4 @@
-"""Sharded equals unsharded: the library's own check, for whoever writes a layer or a rule."""
+"""The library's public check that sharded equals unsharded."""
 
 from jaxscale.testing.layouts import (
     QUICKLY,

@@ -1,4 +1,4 @@
-"""A layer of experts in float64 NumPy, one token at a time, from the papers' formulas."""
+"""A mixture of experts in float64 NumPy, one token at a time, from the papers' formulas."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Tree = Any
 def layer(
     c: MixtureOfExperts, p: Tree, x: np.ndarray, real: np.ndarray | None = None
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """What the layer adds to (B, S, E), and what it reports.
+    """Return the output of the layer, (B, S, E), and its metrics.
 
     Args:
-      c: which layer.
-      p: its parameters: router (E, X), load_bias (X), gate, up (X, E, F) and down (X, F, E), and shared's,
-        with a shared_gate (E).
-      x: activations.
-      real: (B, S), which tokens are no padding; all by default.
+      c: config of the layer.
+      p: its parameters: router (E, X), load_bias (X), gate, up (X, E, F) and down (X, F, E), those of the shared
+        expert, and shared_gate (E).
+      x: activations (B, S, E).
+      real: (B, S), false for padding; by default there is none.
     """
     real = np.ones(x.shape[:2], bool) if real is None else real
     scores = x @ p["router"]
@@ -47,7 +47,7 @@ def layer(
 
 
 def load(c: MixtureOfExperts, p: Tree, x: np.ndarray) -> np.ndarray:
-    """The share of choices that each expert had, before anything was dropped."""
+    """Return the share of choices of each expert, before tokens are dropped."""
     values, probabilities = _values(c, x @ p["router"])
     real = np.ones(x.shape[:2], bool)
     count = (_by_experts(c, p, x, probabilities, real) if _ec(c) else _by_tokens(c, p, x, values, real))[1]
@@ -59,7 +59,7 @@ def _ec(c: MixtureOfExperts) -> bool:
 
 
 def _values(c: MixtureOfExperts, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What is chosen by (before any bias), and a probability per expert."""
+    """Return the values that experts are chosen by (before any bias), and a probability per expert."""
     if isinstance(c.router, SigmoidRouter):
         s = 1 / (1 + np.exp(-scores))
         return s, s / s.sum(-1, keepdims=True)
@@ -78,7 +78,7 @@ def _by_tokens(
     for row in range(b):
         for start in range(0, s, group):
             used = np.zeros(c.experts)
-            for rank in range(c.top_k):  # everyone's first choice before anyone's second
+            for rank in range(c.top_k):  # the first choices of all tokens before second choices
                 for at in start + np.flatnonzero(real[row, start : start + group]):
                     v = values[row, at]
                     by = _limited(c, v + p.get("load_bias", 0.0))
@@ -95,14 +95,14 @@ def _by_tokens(
 
 
 def _limited(c: MixtureOfExperts, values: np.ndarray) -> np.ndarray:
-    """A token's values, nothing outside of the groups whose best experts are worth the most."""
+    """Return a token's values, with -inf outside the groups whose best experts have the largest sum."""
     limit = getattr(c.router, "limit", None)
     if limit is None:
         return values
     each = c.experts // limit.groups
     worth = [sum(sorted(values[g * each : (g + 1) * each])[-limit.best :]) for g in range(limit.groups)]
-    kept = sorted(range(limit.groups), key=lambda g: -worth[g])[: limit.chosen]
-    return np.array([v if i // each in kept else -np.inf for i, v in enumerate(values)])
+    chosen = sorted(range(limit.groups), key=lambda g: -worth[g])[: limit.chosen]
+    return np.array([v if i // each in chosen else -np.inf for i, v in enumerate(values)])
 
 
 def _by_experts(
@@ -113,7 +113,7 @@ def _by_experts(
     group = min(c.group or s, s)
     assert c.capacity is not None
     slots = min(group, math.ceil(c.capacity * c.top_k * group / c.experts))
-    taken = np.zeros((b, s), bool)
+    used = np.zeros((b, s), bool)
     for row in range(b):
         for start in range(0, s, group):
             for expert in range(c.experts):
@@ -121,9 +121,9 @@ def _by_experts(
                 best = start + np.argsort(-mine, kind="stable")
                 for at in best[real[row, best]][:slots]:
                     y[row, at] += prob[row, at, expert] * _expert(c, x[row, at], *_matrices(p, expert))
-                    taken[row, at] = True
+                    used[row, at] = True
                     load[expert] += 1
-    return y, load, float(np.mean(~taken[real]))
+    return y, load, float(np.mean(~used[real]))
 
 
 def _matrices(p: Tree, expert: int) -> list[np.ndarray | None]:
@@ -140,13 +140,13 @@ def _expert(c: MixtureOfExperts, x: np.ndarray, gate: Any, up: Any, down: Any) -
 
 
 def slope(fn: Any, at: np.ndarray, places: np.ndarray, step: float = 1e-6) -> np.ndarray:
-    """The derivative of a number by some elements of an array, by central differences: in float64, 1e-9 off."""
+    """Return derivatives by some elements of an array, by central differences: error about 1e-9 in float64."""
     out, flat = [], at.reshape(-1)
     for i in places:
-        kept = flat[i]
-        flat[i] = kept + step
+        value = flat[i]
+        flat[i] = value + step
         above = fn()
-        flat[i] = kept - step
+        flat[i] = value - step
         out.append((above - fn()) / (2 * step))
-        flat[i] = kept
+        flat[i] = value
     return np.array(out)

@@ -1,6 +1,6 @@
 """The decoder in float64 NumPy, one query at a time, from the papers: slow, plain, and sharing no code with the model.
 
-Where it can be read two ways, the released code of the paper decides. It knows the parameters by their names only.
+Where a paper is ambiguous, its released code decides. Parameters are used by name only.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ def logits(
     positions: np.ndarray | None = None,
     segment_ids: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Logits (B, S, V), float64.
+    """Return logits (B, S, V), float64.
 
     Args:
-      config: which decoder.
+      config: config of the decoder.
       params: the model's parameters, a nested dict of arrays.
-      tokens: (B, S) ids.
-      positions, segment_ids: (B, S), of packed rows; by default a row is one document.
+      tokens: ids (B, S).
+      positions: (B, S), of packed rows; by default a row is one document.
+      segment_ids: (B, S), likewise.
     """
     p = _float64(params)
     place = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1)) if positions is None else positions
@@ -63,7 +64,7 @@ def mean_loss(
     *,
     z_loss: float = 0.0,
 ) -> float:
-    """Cross-entropy in nats per weighted token of a batch, plus `z_loss` times the mean squared log-partition."""
+    """Return the cross-entropy in nats per weighted token, plus `z_loss` times the mean squared log-partition."""
     z = logits(config, params, batch["tokens"], positions=batch.get("positions"), segment_ids=batch.get("segment_ids"))
     losses, squares = token_losses(z, batch["targets"])
     weights = batch["weights"].astype(np.float64)
@@ -71,7 +72,7 @@ def mean_loss(
 
 
 def token_losses(z: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of logits (B, S, V) and ids (B, S): the cross-entropies and the squared log-partitions, (B, S)."""
+    """Return cross-entropies and squared log-partitions, (B, S), of logits (B, S, V) and ids (B, S)."""
     z = np.asarray(z, np.float64)
     peak = z.max(-1)
     partition = peak + np.log(np.exp(z - peak[..., None]).sum(-1))
@@ -79,7 +80,7 @@ def token_losses(z: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def layers_of(config: TransformerConfig, params: Tree) -> list[Tree]:
-    """Every layer's own parameters, in order: unstacks the runs of repeating groups."""
+    """Return every layer's parameters, in order, from the stacked runs of repeating groups."""
     layers = []
     for run in (params["runs"][i] for i in range(len(params["runs"]))):
         group = [run["blocks"][j] for j in range(len(run["blocks"]))]
@@ -128,14 +129,14 @@ def _attention(c, p, h, place, document, window):  # type: ignore[no-untyped-def
 
 
 def _qk_norm(c: TransformerConfig, scale: np.ndarray, x: np.ndarray) -> np.ndarray:
-    how = c.qk_norm if isinstance(c.qk_norm, QKNorm) else QKNorm()
-    scale = scale + 1 if how.norm is UnitOffsetRMSNorm else scale
-    flat = x.reshape(len(x), -1) if how.across_heads else x
+    config = c.qk_norm if isinstance(c.qk_norm, QKNorm) else QKNorm()
+    scale = scale + 1 if config.norm is UnitOffsetRMSNorm else scale
+    flat = x.reshape(len(x), -1) if config.across_heads else x
     return _rms_norm(flat, scale, c.norm_eps).reshape(x.shape)
 
 
 def _turned(c, window, place, *xs):  # type: ignore[no-untyped-def]
-    """Queries and keys turned by their positions, those of their first dimensions that are to be."""
+    """Return queries and keys with rotary positions on the first dimensions, as the config says."""
     positions = c.local_positions if window is not None and c.local_positions is not None else c.positions
     if positions is None or isinstance(positions, Learned):
         return xs
@@ -177,10 +178,10 @@ def attention(
     softcap: float | None = None,
     scale: float | None = None,
 ) -> np.ndarray:
-    """Attention of one row: q (S, H, D), k and v (S, K, D); each group of H / K query heads shares a key head.
+    """Return attention of one row: q (S, H, D), k and v (S, K, D); each group of H / K query heads shares a key head.
 
-    `place` is each token's position in its document and `document` says which that is. A query sees its own document
-    only, nothing after itself, and its `window` latest positions, its own included.
+    `place` is each token's position in its document and `document` is the document's number. A query attends to its own
+    document only, to nothing after itself, and to the latest `window` positions, its own included.
     """
     s, heads, d = q.shape
     place = np.arange(s) if place is None else place
@@ -203,7 +204,7 @@ def _sees(behind: int, same_document: bool, causal: bool, window: int | None) ->
 
 
 def rotate(x: np.ndarray, place: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
-    """Turns x (S, H, D): dimensions i and i + D/2 are one complex number, multiplied by exp(1j * position * f_i)."""
+    """Rotate x (S, H, D): dimensions i and i + D/2 are a complex number, multiplied by exp(1j * position * f_i)."""
     half = x.shape[-1] // 2
     z = x[..., :half] + 1j * x[..., half:]
     z = z * np.exp(1j * place[:, None] * frequencies)[:, None, :]
@@ -211,9 +212,9 @@ def rotate(x: np.ndarray, place: np.ndarray, frequencies: np.ndarray) -> np.ndar
 
 
 def rotary_frequencies(head_dim: int, theta: float, scaling: Any, length: int = 0) -> tuple[np.ndarray, float]:
-    """Radians per position of each pair of dimensions, and the factor on rotated queries and keys.
+    """Return radians per position of each pair of dimensions, and the factor on rotated queries and keys.
 
-    `length` is that of the text, by which LongRoPE goes.
+    `length` is the sequence length, by which LongRoPE chooses its factors.
     """
     pairs = range(head_dim // 2)
     if isinstance(scaling, NTKScaling):

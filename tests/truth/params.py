@@ -1,4 +1,4 @@
-"""Parameters none of which is at a special value: the library's own, for whoever writes a layer."""
+"""The library's public function for random parameters, none of which has a special value."""
 
 from jaxscale.testing.params import random_params
 

@@ -1,4 +1,4 @@
-"""A machine that pulls trials from a storage, with runs that only wait.
+"""A machine that takes trials from a storage, with runs that only wait.
 
 `python -m tests.truth.pulling URL FOLDER SECONDS`; a step takes SECONDS.
 """
@@ -34,20 +34,23 @@ class Waits:
         self.seconds = seconds
 
     def slots(self) -> int:
+        """Return 2."""
         return 2
 
     def together(self, jobs: Sequence[Job]) -> list[list[Job]]:
+        """Return each job by itself."""
         return [[job] for job in jobs]
 
     def start(self, jobs: Sequence[Job]) -> Waiting:
+        """Start a job."""
         return Waiting(jobs[0], self.seconds)
 
     def close(self) -> None:
-        pass
+        """Do nothing."""
 
 
 class Waiting:
-    """One of them; goes on after the lines that are there."""
+    """A handle on such a run; it continues after the existing lines."""
 
     def __init__(self, job: Job, seconds: float):
         self.job, self.seconds, self.stopped = job, seconds, threading.Event()
@@ -55,12 +58,15 @@ class Waiting:
         self.thread.start()
 
     def alive(self) -> bool:
+        """Return whether the run goes on."""
         return self.thread.is_alive()
 
     def stop(self, id: int) -> None:
+        """Stop the run before its next step."""
         self.stopped.set()
 
     def why(self) -> str:
+        """Return no reason."""
         return ""
 
     def _run(self) -> None:
@@ -77,23 +83,24 @@ class Waiting:
 
 
 class Empty:
-    """Stands where the coordinator wants the config of its trials."""
+    """In place of the config of the coordinator's trials."""
 
     def job_text(self, bindings: Mapping[str, Any]) -> str:
+        """Return no text."""
         return ""
 
 
 def open_ledger(url: str, folder: Path, patience: float = PATIENCE) -> SharedLedger:
-    """Of a machine with this folder."""
+    """Return the ledger of a machine with this folder."""
     shared = Storage(url, patience).connect("sweep.of = 'waiting'\n")
     folder.mkdir(exist_ok=True)
     return shared.ledger(Journal(folder, "eval_loss", shared=True), SPACE)
 
 
 def pull(url: str, folder: Path, seconds: float = 0.05) -> list[Record]:
-    """Until the sweep is done, whoever does it."""
+    """Take trials until the sweep is done, by any machine; return the records."""
     with contextlib.closing(open_ledger(url, folder)) as ledger:
-        stopping, said = time.monotonic() + 240, lambda records: None
+        deadline = time.monotonic() + 240
         Coordinator(
             SPACE,
             STEPS,
@@ -104,8 +111,8 @@ def pull(url: str, folder: Path, seconds: float = 0.05) -> list[Record]:
             "eval_loss",
             RUNS,
             (),
-            lambda: time.monotonic() > stopping,
-            said,
+            lambda: time.monotonic() > deadline,
+            lambda records: None,
         ).run()
         return ledger.records()
 

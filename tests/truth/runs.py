@@ -1,4 +1,4 @@
-"""Small runs: text to train on, settings that compile fast, and one finished run that many tests look at."""
+"""Small runs: text to train on, settings that compile fast, and one finished run that many tests use."""
 
 from __future__ import annotations
 
@@ -54,18 +54,21 @@ train.tensorboard = False
 @js.config.register(name="TestBigram")
 @dataclasses.dataclass(frozen=True)
 class Bigram:
-    """The smallest model there is: the next token from this one. Tests of the loop's ways compile it in no time."""
+    """The smallest model: predicts the next token from this one. It compiles quickly, for tests of the loop."""
 
     vocab: int = 32
     width: int = 8
 
     def make(self, rngs: nnx.Rngs) -> nnx.Module:
+        """Return the module."""
         return _Bigram(self, rngs)
 
     def param_count(self) -> int:
+        """Return the number of parameters."""
         return 2 * self.vocab * self.width
 
     def flops(self, batch: int, seq: int, *, training: bool = True) -> int:
+        """Return the FLOPs of a step, or of a forward pass."""
         return batch * seq * self.vocab * self.width * (6 if training else 2)
 
 
@@ -87,7 +90,7 @@ class _Bigram(nnx.Module):
 
 
 def bigram(**changes: Any) -> dict[str, Any]:
-    """Settings of a run of `Bigram` on random tokens and one device, which leaves nothing but what is asked for."""
+    """Return settings of a run of `Bigram` on random tokens and one device, without evaluations and TensorBoard."""
     settings: dict[str, Any] = dict(
         model=Bigram(),
         data=js.data.synthetic(32, documents=64, length=64),
@@ -104,7 +107,7 @@ def bigram(**changes: Any) -> dict[str, Any]:
 
 
 def write_text(folder: Path) -> Path:
-    """A dozen small documents."""
+    """Write a dozen small documents; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(12):
         (folder / f"{i}.txt").write_text("".join(f"def f{i}_{j}(x):\n    return x + {j}\n" for j in range(20)))
@@ -112,13 +115,13 @@ def write_text(folder: Path) -> Path:
 
 
 def write_gin(path: Path, model: str = TRANSFORMER) -> Path:
-    """A gin file of a small model on eight devices, its text beside it."""
+    """Write a gin file of a small model on eight devices, with its text in the same folder."""
     path.write_text(model + REST.format(mesh=MESH, text=write_text(path.parent / "text"), steps=STEPS))
     return path
 
 
 def transformer(text: Path, **changes: Any) -> js.TrainConfig:
-    """The settings of `write_gin`, in Python."""
+    """Return the config of `write_gin`, made in Python."""
     settings: dict[str, Any] = dict(
         model=js.models.Transformer.Config(depth=1, width=32, heads=2, hidden=64),
         layout=js.Layout(MESH),
@@ -135,24 +138,24 @@ def transformer(text: Path, **changes: Any) -> js.TrainConfig:
 
 
 def finish(root: Path) -> js.Run:
-    """A finished run of `transformer` in `root/run`, its state in memory."""
+    """Train `transformer` in `root/run`; return the run with its state in memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXSCALE_CACHE", str(root / "cache"))
         return js.fit(transformer(write_text(root / "text")), run=root / "run", quiet=True)
 
 
 def losses(run: js.Run) -> list[float]:
-    """The loss of every step."""
+    """Return the loss of every step."""
     return [row["loss"] for row in run.metrics()]
 
 
 def on_host(state: Any) -> dict[str, np.ndarray]:
-    """Every array of a state by name, the random key's too."""
+    """Return name -> array of a state, the random key included."""
     return {name: np.asarray(x) for name, x in flatten(state).items()}
 
 
 def assert_same_bits(got: Any, want: Any) -> None:
-    """Two states hold the same arrays, bit for bit."""
+    """Assert that two states have the same arrays, bit for bit."""
     got, want = on_host(got), on_host(want)
     assert got.keys() == want.keys()
     different = [k for k in want if got[k].dtype != want[k].dtype or got[k].tobytes() != want[k].tobytes()]
@@ -160,7 +163,7 @@ def assert_same_bits(got: Any, want: Any) -> None:
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGTERM) -> None:
-    """As if somebody sent a signal while a run takes this step."""
+    """Make a run send itself a signal while it takes this step."""
     place = js.train.loop.Loop._place
 
     def placed(self: Any, done: int) -> Any:
@@ -172,13 +175,13 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.
 
 
 def environment(**more: str) -> dict[str, str]:
-    """For a process of its own: one CPU device unless it asks for more, and our modules on its path."""
+    """Return the environment of a subprocess: one CPU device by default, and our modules on its path."""
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
     return {**os.environ, "XLA_FLAGS": " ".join(flags), "PYTHONPATH": str(ROOT), "COLUMNS": "120", **more}
 
 
 def start(script: str, argv: Sequence[str], cwd: Path) -> subprocess.Popen[str]:
-    """Starts Python on a script with arguments, as a process of its own."""
+    """Start a Python script with arguments as a subprocess."""
     return subprocess.Popen(
         [sys.executable, "-c", script, *argv],
         cwd=cwd,

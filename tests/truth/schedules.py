@@ -1,4 +1,4 @@
-"""Schedules that nobody designed."""
+"""Random pipeline schedules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxscale.layout.schedules import place
 
 
 def random_table(stages: int, microbatches: int, *, chunks: int = 1, phases: int = 2, seed: int = 0) -> Table:
-    """A valid table: at every tick each stage runs what chance picks among what can run, one op of each phase."""
+    """Return a valid table: at every tick each stage runs a random one of the possible ops of each phase."""
     random = np.random.default_rng(seed)
     return place(
         "random", stages, microbatches, chunks, phases, lambda *_: random.random(),

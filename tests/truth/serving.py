@@ -1,4 +1,4 @@
-"""A server over the fake engine, and clients that send whatever a test wants."""
+"""A server with the fake engine, and clients that send any bytes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ JSON = {"Content-Type": "application/json"}
 
 @contextlib.contextmanager
 def serving(engine=None, key=None, **limits):
+    """Serve the fake engine, or this one, in the block."""
     engine = FakeEngine() if engine is None else engine
     with Server(port=0, key=key, limits=Limits(**limits)) as server:
         server.open(SERVED, engine)
@@ -54,11 +55,13 @@ def raw(server, data, timeout=10.0, then=None):
 
 
 def post(body, *headers):
+    """Return the bytes of a POST request."""
     head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
     return "\r\n".join([*head, "", ""]).encode() + body
 
 
 def eventually(true, seconds=30.0):
+    """Call a function until its result is true or time is up; return the last result."""
     deadline = time.monotonic() + seconds
     while not (result := true()) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -66,6 +69,6 @@ def eventually(true, seconds=30.0):
 
 
 def pages_used(server):
-    """Pages that running sequences hold, from the metrics."""
+    """Return the pages that running sequences hold, from the metrics."""
     text = call(server, "GET", "/metrics")[2]
     return float(next(line.split()[1] for line in text.splitlines() if line.startswith("jaxscale_cache_pages_used")))

@@ -1,4 +1,4 @@
-"""Small sweeps: a run's text, a runner whose runs are told what their losses are, and a sweep on it."""
+"""Small sweeps: the gin text of a run, a runner whose runs have scripted losses, and a sweep with it."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ train.seq_len = 16
 train.eval_batches = 1
 train.tensorboard = False
 """
-"""The run of `tests.truth.runs.bigram`, which compiles in no time."""
+"""The run of `tests.truth.runs.bigram`, which compiles quickly."""
 
 LR = 'sweep.axes = {"train.lr": [1e-2, 2e-2, 3e-2]}\n'
 """A sweep of it."""
 
 
 def text(more: str = "", base: str = BASE) -> str:
-    """A snapshot of a sweep's text, as the command line makes it."""
+    """Return the resolved text of a sweep, as the command line makes it."""
     assert runs.Bigram  # registers what the text names
     return config.load(bindings=[base, more])
 
 
 @dataclasses.dataclass
-class _Told:
-    """A handle on a job that takes a step whenever somebody asks whether it is alive."""
+class _Handle:
+    """A handle on a job that takes a step at each call of `alive`."""
 
     job: Job
     loss: Callable[[dict[str, Any], int], float]
-    asked: bool = False
+    stopping: bool = False
 
     def __post_init__(self) -> None:
         self.config = config_of(self.job)
@@ -62,7 +62,7 @@ class _Told:
         target = min(self.job.trial.until or self.config.steps, self.config.steps)
         if self.over:
             return False
-        if self.asked or self.step == target:
+        if self.stopping or self.step == target:
             state = FINISHED if self.step == self.config.steps else PAUSED if self.step == target else STOPPED
             return self._end(state)
         try:
@@ -81,49 +81,52 @@ class _Told:
         return False
 
     def stop(self, id: int) -> None:
-        self.asked = True
+        self.stopping = True
 
     def why(self) -> str:
         return ""
 
 
 @dataclasses.dataclass
-class Told:
-    """A runner whose runs have the losses that it is told, step by step; a RuntimeError is how one fails."""
+class Scripted:
+    """A runner whose runs have scripted losses; a run fails where `loss` raises RuntimeError."""
 
     loss: Callable[[dict[str, Any], int], float] = lambda bindings, step: 1 / step
     at_once: int = 2
     started: list[tuple[int, int | None]] = dataclasses.field(default_factory=list)
 
     def slots(self) -> int:
+        """Return the number of jobs at a time."""
         return self.at_once
 
     def together(self, jobs: Sequence[Job]) -> Sequence[Sequence[Job]]:
+        """Return each job by itself."""
         return [[job] for job in jobs]
 
-    def start(self, jobs: Sequence[Job]) -> _Told:
+    def start(self, jobs: Sequence[Job]) -> _Handle:
+        """Start a job."""
         [job] = jobs
         self.started.append((job.trial.id, job.trial.until))
-        return _Told(job, self.loss)
+        return _Handle(job, self.loss)
 
     def close(self) -> None:
-        pass
+        """Do nothing."""
 
 
 def run(
     more: str = LR,
-    runner: Told | None = None,
+    runner: Scripted | None = None,
     folder: str = "sweep",
     base: str = BASE,
     retry_failed: bool = False,
     **changes,
 ) -> Result:
-    """Runs a text's sweep on a runner that is told its losses."""
+    """Run the sweep of a text on a `Scripted` runner."""
     whole = text(more, base)
-    sweep = Sweep(**{**vars(sweep_of(whole)), **changes, "runner": runner or Told()})
+    sweep = Sweep(**{**vars(sweep_of(whole)), **changes, "runner": runner or Scripted()})
     return sweep.run(folder, whole, quiet=True, retry_failed=retry_failed)
 
 
 def states(result: Result) -> list[str]:
-    """The state of each row."""
+    """Return the state of each row."""
     return [row["state"] for row in result.table()]

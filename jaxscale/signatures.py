@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxscale.config_types import parameters
 from jaxscale.errors import ConfigError
 
 
@@ -25,7 +26,7 @@ def check_call(setting: str, part: Callable[..., Any], positional: Sequence[str]
         ConfigError: it lacks parameters or requires others; the message has both signatures.
     """
     try:
-        signature = inspect.signature(part)
+        signature = _signature(part)
     except (TypeError, ValueError):  # a builtin without a signature
         return
     if _binds(signature, positional, named):
@@ -33,8 +34,7 @@ def check_call(setting: str, part: Callable[..., Any], positional: Sequence[str]
     takes = ", ".join([*positional, *(["*"] if named else []), *named])
     name = getattr(part, "__name__", None) or repr(part)
     wrong = _wrong(signature, positional, named)
-    instances = isinstance(part, type) and _binds(inspect.signature(part.__call__), ["self", *positional], named)
-    hint = f"; write {name}() for an instance" if instances else ""
+    hint = f"; write {name}() for an instance" if _instances_bind(part, positional, named) else ""
     raise ConfigError(f"{setting} = {name}{_plain(signature)} {wrong}; it is called as ({takes}){hint}")
 
 
@@ -43,6 +43,20 @@ def check_method(setting: str, part: Any, method: str, positional: Sequence[str]
     bound = getattr(part, method, None)
     if callable(bound):
         check_call(f"{setting}.{method}", bound, positional, named)
+
+
+def _signature(part: Callable[..., Any]) -> inspect.Signature:
+    """The signature of a part; of a class whose metaclass has its own `__call__` (Flax), that of the constructor."""
+    if isinstance(part, type) and type(part).__call__ is not type.__call__:
+        return inspect.Signature(list(parameters(part).values()))
+    return inspect.signature(part)
+
+
+def _instances_bind(part: Callable[..., Any], positional: Sequence[str], named: Sequence[str]) -> bool:
+    """Whether a part is a class whose instances accept the arguments."""
+    if not isinstance(part, type) or not any("__call__" in vars(cls) for cls in part.__mro__):
+        return False
+    return _binds(inspect.signature(part.__call__), ["self", *positional], named)
 
 
 def _binds(signature: inspect.Signature, positional: Sequence[str], named: Sequence[str]) -> bool:

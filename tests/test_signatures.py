@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from jaxscale.errors import ConfigError
 from jaxscale.models import TransformerConfig
-from jaxscale.nn import MixtureOfExperts, RingAttention, dot_product_attention
+from jaxscale.nn import LayerNorm, MixtureOfExperts, QKNorm, RingAttention, dot_product_attention
 from jaxscale.optim import SGD, AdamW
 from jaxscale.signatures import check_call
 from jaxscale.step import NextToken, TrainConfig
@@ -96,6 +98,25 @@ def test_other_families_name_theirs(setting, make):
 def test_a_layer_with_another_signature_is_named(name):
     with pytest.raises(ConfigError, match=rf"Transformer.{name} = <lambda>\(a, b, c\) .*; it is called as \(.*width"):
         TransformerConfig(**{name: lambda a, b, c: None})
+
+
+class ScaleNorm(nnx.Module):
+    """A norm whose constructor lacks arguments; Flax's metaclass hides its signature."""
+
+    def __init__(self, width, rngs):
+        self.scale = nnx.Param(jnp.ones(width))
+
+
+def test_a_flax_module_is_checked_by_its_constructor():
+    with pytest.raises(ConfigError) as e:
+        TransformerConfig(norm=ScaleNorm)
+    assert str(e.value) == (
+        "Transformer.norm = ScaleNorm(width, rngs) has no parameter 'eps' or 'dtype' or 'param_dtype'; "
+        "it is called as (width, *, eps, dtype, param_dtype)"
+    )
+    with pytest.raises(ConfigError, match=r"QKNorm.norm = ScaleNorm\(.*called as \(width, \*, axis, eps, dtype"):
+        QKNorm(norm=ScaleNorm)
+    assert TransformerConfig(norm=LayerNorm, qk_norm=QKNorm(LayerNorm)).norm is LayerNorm
 
 
 def test_our_own_parts_are_taken():

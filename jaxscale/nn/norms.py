@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxscale.config import register
 from jaxscale.layout import named
+from jaxscale.signatures import check_call
 
 
 def _parameter(init: jax.nn.initializers.Initializer, width: int, axis: str, dtype: jnp.dtype) -> nnx.Param[Any]:
@@ -129,6 +130,9 @@ class QKNorm:
 
     norm: Callable[..., nnx.Module] = RMSNorm
     across_heads: bool = False
+
+    def __post_init__(self) -> None:
+        check_call("QKNorm.norm", self.norm, ("width",), ("axis", "eps", "dtype", "param_dtype"))
 
     def make(self, axis: str, heads: int, head_dim: int, **types: Any) -> nnx.Module:
         """Make the norm of queries or keys.

@@ -143,9 +143,12 @@ def check_numbers(objective: Objective, value: object, metrics: object) -> None:
     for k in metrics:
         if k in RESERVED or k.startswith("eval_") or k.endswith("_per_second"):
             raise ConfigError(f"{name} has a metric '{k}', which training writes itself; give it another name")
-    for k in ("loss", *objective.evaluated):
+    names = ", ".join(metrics)
+    if "loss" not in metrics:
+        raise ConfigError(f"{name}.metrics must return 'loss'; it returns only {names}")
+    for k in objective.evaluated:
         if k not in metrics:
-            raise ConfigError(f"{name} has no metric '{k}', which is required; it has {', '.join(metrics)}")
+            raise ConfigError(f"{name}.evaluated names '{k}', but {name}.metrics returns only {names}")
 
 
 def check_linear(objective: Objective, terms: Totals, weights: Totals, setting: str, remedy: str) -> None:

@@ -121,6 +121,13 @@ WRONG = {
     "group": (changed(group=0), {}, ["Own.group = 0: must be a whole number of at least 1"]),
     "a real group": (changed(group=2.0), {}, ["Own.group = 2.0: must be a whole number"]),
     "evaluated": (changed(evaluated="loss"), {}, ["Own.evaluated = 'loss': give a tuple, as ('loss',)"]),
+    "evaluated, no metric": (
+        changed(evaluated=("loss", "nats")), {}, ["Own.evaluated names 'nats', but Own.metrics returns only loss"],
+    ),
+    "no loss": (
+        changed(metrics=lambda self, totals: {"each": 1.0}), {},
+        ["Own.metrics must return 'loss'; it returns only each"],
+    ),
     "no inputs": (changed(inputs=Objective.inputs), {}, ["Own has no method 'inputs'; define it"]),
     "a word": (changed(terms=lambda self, model, batch, *, key=None: {"each": "5"}), {}, ["the sum 'each' is '5'"]),
     "complex": (with_metric(each=jnp.complex64(1)), {}, ["the metric 'each' is of complex64; give a real number"]),

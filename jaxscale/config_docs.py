@@ -152,7 +152,7 @@ def describe(name: str) -> Described:
     """
     obj = registered().get(name)
     if obj is None:
-        raise ConfigError(f"nothing is registered as '{name}'{near(name, registered(), bindings=True)}")
+        raise ConfigError(f"there is no registered name '{name}'{near(name, registered(), bindings=True)}")
     doc = parse(obj.__doc__)
     meanings = _meanings(obj)
     settings = tuple(

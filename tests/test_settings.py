@@ -106,7 +106,11 @@ def test_a_subclass_has_the_meanings_of_its_base_and_may_say_others(monkeypatch)
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("AdmW", "nothing is registered as 'AdmW'; did you mean 'AdamW'"),
+        ("AdmW", "there is no setting or registered name 'AdmW'; did you mean 'AdamW'"),
+        ("warmup", "name 'warmup'; did you mean 'WarmupCosine.warmup' or 'Constant.warmup' or 'WSD.warmup'?"),
+        ("warmpu", "name 'warmpu'; did you mean 'Constant.warmup' or 'WarmupCosine.warmup' or 'WSD.warmup'?"),
+        ("zzzzzz", "there is no setting or registered name 'zzzzzz'; `jaxscale settings` lists all names"),
+        ("AdmW.b1", "there is no registered name 'AdmW'; did you mean 'AdamW'"),
         ("learning_rate", "did you mean 'train.lr'?"),
         ("train.lrr", "train has no setting 'lrr'; did you mean 'lr'?"),
         ("AdamW.beta1", "AdamW has no setting 'beta1'; did you mean 'b1'?"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import importlib
 import json
 import re
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxscale.commands.shared import TEXT, import_argument, no_bindings
 from jaxscale.errors import ConfigError, near
-from jaxscale.other_names import same
+from jaxscale.other_names import fold, same
 
 if TYPE_CHECKING:
     from jaxscale.config_docs import Described, Setting
@@ -91,8 +92,10 @@ def look_up(name: str) -> tuple[Described, Setting | None]:
 
     bare = re.sub(r"^@|\(\)$", "", name.strip()).rpartition("/")[2]
     of, _, field = bare.partition(".")
-    if not field and of not in registered() and (settings := _named(of)):
-        raise ConfigError(f"nothing is registered as '{of}'; did you mean {' or '.join(settings[:3])}?")
+    if not field and of not in registered():
+        close = _near(of)
+        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "; `jaxscale settings` lists all names"
+        raise ConfigError(f"there is no setting or registered name '{of}'{hint}")
     item = describe(of)
     if not field:
         return item, None
@@ -102,12 +105,22 @@ def look_up(name: str) -> tuple[Described, Setting | None]:
     return item, by_name[field]
 
 
-def _named(word: str) -> list[str]:
-    """Settings of a training run that have this name, or that another program calls so."""
-    from jaxscale.config_docs import describe
+def _near(word: str) -> list[str]:
+    """Up to three registered names or settings that a word may mean, the likeliest only."""
+    from jaxscale.config_docs import describe, described
 
-    fields = [setting.name for setting in describe("train").settings]
-    return [f"'{n if '.' in n else f'train.{n}'}'" for n in same(word, fields, bindings=True)]
+    train = [setting.name for setting in describe("train").settings]
+    meant = [name if "." in name else f"train.{name}" for name in same(word, train, bindings=True)]
+    items = described()
+    settings = [f"{item.name}.{s.name}" for item in items for s in item.settings if not s.name.startswith("*")]
+    exact = [name for name in settings if fold(name.partition(".")[2]) == fold(word)]
+    if meant or exact:
+        return list(dict.fromkeys([*meant, *exact]))[:3]
+    ends: dict[str, list[str]] = {}
+    for name in [*(item.name for item in items), *settings]:
+        ends.setdefault(name.rpartition(".")[2], []).append(name)
+    matches = same(word, ends) or difflib.get_close_matches(word, ends, 3, 0.6)
+    return [name for match in matches for name in ends[match]][:3]
 
 
 def _list(items: list[Described], console: Any) -> None:

@@ -187,7 +187,8 @@ def _write_companions(run: Run, out: Path, say: Callable[[str], None]) -> None:
     """Write the tokenizer of a model that was trained here; its end-of-document token also starts a document."""
     tokenizer = run.config.tokenizer
     if not isinstance(tokenizer, HFTokenizer):
-        say(f"{out} has no tokenizer.json, which cannot express the {type(tokenizer).__name__} of {run.path}")
+        kind = type(tokenizer).__name__
+        say(f"{out}: no tokenizer.json was written: that format cannot express the {kind} of {run.path}")
         return
     file = Path(tokenizer.path).expanduser()
     text = (file / "tokenizer.json" if file.is_dir() else file).read_text(encoding="utf-8")

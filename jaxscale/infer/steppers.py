@@ -76,7 +76,7 @@ def stepper_of(
         return WithDraft(loaded, small, draft_tokens=draft_tokens, **common)
     why = why_no_cache(loaded)
     if why is not None:
-        log.warning("%s: computing the whole sequence again for every token", why)
+        log.warning("each token recomputes the whole sequence (slow): %s", why)
         return WholeSequences(loaded.graphdef, loaded.params, layout=loaded.layout, **common)
     return Cached(loaded.graphdef, loaded.params, layout=loaded.layout, **cached)
 

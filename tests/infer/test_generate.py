@@ -188,7 +188,8 @@ def test_a_model_without_a_cache_computes_the_whole_sequence_for_every_token(fin
     run = _of(finished_run, model=Bigram(vocab=256))
     with caplog.at_level(logging.WARNING, "jaxscale"):
         results = run.generate(["a", "b"], temperature=0, max_tokens=6, ignore_end=True, logprobs=1)
-    assert "computing the whole sequence again" in caplog.text
+    assert "each token recomputes the whole sequence (slow): _Bigram has no KV cache; to give it one" in caplog.text
+    assert "(jaxscale.models.Decodable)" in caplog.text
     embed, head = (np.asarray(run.state.params[n]["weight"], np.float64) for n in ("embed", "head"))
     for text, last in zip(results, b"ab", strict=True):
         for token, logprob, top in zip(text.ids, text.logprobs, text.top, strict=True):

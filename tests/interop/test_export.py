@@ -96,7 +96,7 @@ def test_another_precision_is_rounded_once(tmp_path):
 def test_a_run_of_our_own_gets_the_first_family_that_says_it(finished_run, tmp_path):
     messages = []
     out = export_checkpoint(finished_run, tmp_path / "out", say=messages.append)
-    assert "has no tokenizer.json" in messages[0] and "ByteTokenizer" in messages[0]
+    assert "no tokenizer.json was written: that format cannot express the ByteTokenizer of" in messages[0]
     about = json.loads((out / "config.json").read_text())
     assert (about["model_type"], about["eos_token_id"]) == ("llama", 0)
     back = import_checkpoint(out, tmp_path / "back")

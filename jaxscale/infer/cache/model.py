@@ -43,8 +43,9 @@ def decodable(model: object) -> Decodable:
     """
     if not isinstance(model, Decodable):
         raise ConfigError(
-            f"{type(model).__name__} cannot decode with a cache, because it is not jaxscale.models.Decodable (it needs "
-            "'runs' of blocks, 'max_length', 'refuse_length', 'check_independent' and 'hidden_and_stats')"
+            f"{type(model).__name__} has no KV cache; to give it one, build it from 'runs' of blocks with a "
+            "'decode_state', and define 'max_length', 'refuse_length', 'check_independent' and 'hidden_and_stats' "
+            "(jaxscale.models.Decodable)"
         )
     return model
 

@@ -236,8 +236,8 @@ class Experts(nnx.Module):
         c = self.config
         if c.router.needs_capacity:
             raise ConfigError(
-                f"{type(c.router).__name__} chooses among all tokens of a group, later ones included, so that a "
-                "sequence would depend on the others; train a model for generation with SoftmaxRouter"
+                f"{type(c.router).__name__} chooses among all tokens of a group, later ones and padding included, so "
+                "that a sequence would depend on the others; train a model for generation with SoftmaxRouter"
             )
         if c.capacity is not None:
             raise ConfigError(

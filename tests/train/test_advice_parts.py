@@ -51,7 +51,7 @@ ROTARY = {
     "no fraction": (tables(fraction=0.1), ("Rotary.fraction = 0.25",), [tables(fraction=0.25)]),
     "an odd fraction of many": (
         tables(96, fraction=0.1),
-        ("turns 9", "the nearest is 8, Rotary.fraction = 0.08333333333333333"),
+        ("rotates 9", "the nearest is 8, Rotary.fraction = 0.08333333333333333"),
         [tables(96, fraction=0.08333333333333333)],
     ),
     "factors of another head": (long_rope(3), ("has 3 factors", "give 4"), [long_rope(4)]),

@@ -44,7 +44,11 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
             f"{b.between / 3600 * devices:,.0f} hours of one device), {b.restart / 60:,.1f} minutes to restart, "
             f"a checkpoint every {b.every / 60:,.1f} minutes, of {human_bytes(b.checkpoint)} in {human_seconds(b.save)}"
         )
-    if not plan.fits:
+        if b.kilowatt_hours is None:
+            yield f"energy is left out: {plan.hardware.chip.name} has no power figure; give --watts"
+    if plan.fits:
+        yield _fits(plan)
+    else:
         capacity = plan.hardware.chip.capacity
         over = human_bytes(max(plan.bytes, plan.bytes_range[1]) - capacity)
         sure = plan.bytes > capacity
@@ -53,6 +57,16 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
             "a device's memory; --search looks for a layout that fits, and explain --topology lists remedies"
         )
     yield from plan.notes
+
+
+def _fits(plan: Plan) -> str:
+    """Line on a plan that fits, with the upper end of its interval."""
+    upper, capacity = human_bytes(plan.bytes_range[1]), human_bytes(plan.hardware.chip.capacity)
+    if plan.compiled is not None:
+        return f"fits: {upper} of {capacity} a device, as compiled"
+    if plan.error_bar is None:
+        return f"fits: {upper} of {capacity} a device"
+    return f"fits: at most {upper} of {capacity} a device in nine of ten cases"
 
 
 def memory_table(plan: Plan) -> Table:

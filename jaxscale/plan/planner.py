@@ -8,7 +8,7 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -41,6 +41,14 @@ if TYPE_CHECKING:
 
 COMPILE = ("auto", "never", "always")
 """When to compile the step: if a compiler is installed; never; always, so that a missing compiler is an error."""
+
+_REACH = {
+    "matmul": "products with weights reach",
+    "attention": "attention's products reach",
+    "experts": "experts' products reach",
+    "memory": "memory traffic reaches",
+    "link": "links reach",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -396,13 +404,21 @@ def _notes(config: TrainConfig, target: Topology) -> tuple[str, ...]:
     if layout.devices < target.devices:
         notes.append(f"the mesh {layout.mesh} uses {layout.devices} of the {target.devices} devices")
     if target.chip.efficiency:
-        shares = ", ".join(f"{name} {value:.0%}" for name, value in sorted(target.chip.efficiency.items()))
-        notes.append(f"shares of the data sheet's rates that are reached: {shares}")
+        notes.append(_assumed(target.chip.efficiency))
     else:
         notes.append(
             f"nothing was measured on {target.chip.name}: times use its data sheet's rates, which no program exceeds"
         )
     return tuple(notes)
+
+
+def _assumed(efficiency: Mapping[str, float]) -> str:
+    """A note on the fractions of the data sheet's rates that times assume."""
+    rates = [f"{_REACH.get(n, f'{n} reaches')} {value:.0%}" for n, value in efficiency.items() if n != "overlap"]
+    parts = [f"{', '.join(rates)} of the data sheet's rate{'s' * (len(rates) > 1)}"] * bool(rates)
+    if "overlap" in efficiency:
+        parts.append(f"communication can overlap with {efficiency['overlap']:.0%} of the arithmetic")
+    return f"assumed: {'; '.join(parts)}"
 
 
 def with_budget(

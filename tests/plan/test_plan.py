@@ -20,7 +20,7 @@ from jaxscale.nn import MixtureOfExperts, RingAttention, UlyssesAttention, flash
 from jaxscale.optim import AdamW8bit, Lion
 from jaxscale.plan import Restarts, compare, estimate, plan_for
 from jaxscale.plan.by_tracing import memory_of
-from jaxscale.plan.planner import Compiled, _compared_with_compiled, count_of, groups
+from jaxscale.plan.planner import Compiled, _assumed, _compared_with_compiled, count_of, groups
 from jaxscale.plan.restarts import best_interval, slowdown
 from jaxscale.step import blueprint_of, check
 from jaxscale.units import human_bytes
@@ -56,6 +56,25 @@ def test_a_number_of_tokens_takes_days_energy_and_money():
     own = plan(tokens=3e9).budget
     assert own.cost is None and math.isclose(own.kilowatt_hours, own.device_hours * 0.7)
     assert plan(hardware="v5p:2x2x2", tokens=3e9).budget.kilowatt_hours is None  # nobody says what one takes
+
+
+def test_a_plan_says_that_it_fits_what_it_assumes_and_why_energy_is_left_out():
+    result = plan(hardware="v5p:2x2x2", tokens=3e9)
+    upper, capacity = human_bytes(result.bytes_range[1]), human_bytes(result.hardware.chip.capacity)
+    lines = re.sub(r"\s+", " ", str(result))
+    assert f"fits: at most {upper} of {capacity} a device in nine of ten cases" in lines
+    assert "assumed: products with weights reach 82% of the data sheet's rate" in lines
+    left_out = "energy is left out: v5p has no power figure; give --watts"
+    assert left_out in lines
+    assert "energy is left out" not in str(plan(hardware="v5p:2x2x2", tokens=3e9, watts=500))
+    assert "energy is left out" not in str(plan(hardware="v5p:2x2x2"))
+    done = dataclasses.replace(result, compiled=Compiled(2**20, None, 1.0))
+    assert f"fits: 1 MiB of {capacity} a device, as compiled" in re.sub(r"\s+", " ", str(done))
+    shares = {"matmul": 0.5, "attention": 0.2, "nvlink": 0.7, "overlap": 0.9}
+    assert _assumed(shares) == (
+        "assumed: products with weights reach 50%, attention's products reach 20%, nvlink reaches 70% of the data "
+        "sheet's rates; communication can overlap with 90% of the arithmetic"
+    )
 
 
 def test_failures_and_checkpoints_take_what_a_simulated_run_loses():

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 from typing import Any
 
-from python_api import literal_blocks
+from python_api import class_signature, literal_blocks
 from sphinx.application import Sphinx
-
-from jaxscale.config_docs import words
-from jaxscale.config_types import parameters
 
 
 def setup_autodoc(app: Sphinx) -> None:
@@ -27,19 +22,8 @@ def _docstring(app: Sphinx, what: str, name: str, obj: object, options: Any, lin
 def _signature(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None] | None:
-    """A dataclass's signature, with annotations as they are written and defaults as `AdamW()`."""
-    if not (inspect.isclass(obj) and dataclasses.is_dataclass(obj)):
-        return None
-    fields = {field.name: field for field in dataclasses.fields(obj)}
-    each = []
-    for field, parameter in parameters(obj).items():
-        default = parameter.default
-        if field in fields and fields[field].default_factory is not dataclasses.MISSING:
-            default = fields[field].default_factory()  # type: ignore[misc]
-        annotation = parameter.annotation if isinstance(parameter.annotation, str) else ""
-        text = f"{field}: {annotation}" if annotation else field
-        each.append(text if default is parameter.empty else f"{text} = {words(default).replace('@', '')}")
-    return f"({', '.join(each)})", None
+    text = class_signature(obj)
+    return None if text is None else (text, None)
 
 
 def _skip(app: Sphinx, what: str, name: str, obj: object, skip: bool, options: Any) -> bool | None:

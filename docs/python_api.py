@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import jaxscale
 import pallas_kernels
-from jaxscale.config_docs import parse
+from jaxscale.config_docs import parse, words
+from jaxscale.config_types import parameters
 
 ROOMS = ("jaxscale", *(f"jaxscale.{name}" for name in jaxscale._ROOMS), "pallas_kernels")
 OPS = tuple(
@@ -125,6 +127,31 @@ def literal_blocks(doc: str) -> str:
         names = entry[0] if entry and section else ""  # napoleon escapes these
         out.append(line if inside else names + rst(line[len(names) :]))
     return "\n".join(out)
+
+
+def class_signature(obj: object) -> str | None:
+    """The constructor's signature of a class that Python's `inspect` shows badly; `None` for anything else.
+
+    These are dataclasses, whose defaults are written as `AdamW()`, and classes whose metaclass has a `__call__` that
+    hides the constructor (Flax modules).
+    """
+    if not isinstance(obj, type):
+        return None
+    if not dataclasses.is_dataclass(obj) and type(obj).__call__ is type.__call__:
+        return None
+    fields = {field.name: field for field in dataclasses.fields(obj)} if dataclasses.is_dataclass(obj) else {}
+    each, named = [], False
+    for name, parameter in parameters(obj).items():
+        default = parameter.default
+        if name in fields and fields[name].default_factory is not dataclasses.MISSING:
+            default = fields[name].default_factory()  # type: ignore[misc]
+        if parameter.kind is parameter.KEYWORD_ONLY and not named:
+            each.append("*")
+        named = named or parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
+        text = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "") + name
+        text += f": {parameter.annotation}" if isinstance(parameter.annotation, str) else ""
+        each.append(text if default is parameter.empty else f"{text} = {words(default).replace('@', '')}")
+    return f"({', '.join(each)})"
 
 
 @functools.cache

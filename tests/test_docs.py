@@ -86,3 +86,18 @@ def test_bindings_in_pages_exist():
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_api_page_shows_the_constructor_of_flax_modules_and_dataclasses(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    from python_api import class_signature
+
+    from jaxscale.nn import Embedding, QKNorm, RMSNorm
+
+    assert class_signature(RMSNorm) == (
+        "(width: int, *, axis: str = 'norm', eps: float = 1e-06, dtype: jnp.dtype = 'float32', "
+        "param_dtype: jnp.dtype = 'float32')"
+    )
+    assert class_signature(QKNorm) == "(norm: Callable[..., nnx.Module] = RMSNorm, across_heads: bool = False)"
+    assert "(rows: int, width: int, *, " in class_signature(Embedding) and "args" not in class_signature(Embedding)
+    assert class_signature(str) is class_signature(len) is None

@@ -141,6 +141,9 @@ def _setting(item: Described, setting: Setting, names: set[str]) -> str:
         term += f" = [{default}](#{label(named[1])})" if named and named[1] in names else f" = {default}"
     kind = f"*{plain(setting.type)}*" if setting.type else ""
     meaning = ". ".join(filter(None, (kind, plain(sentence(setting.meaning)))))
+    if setting.choices:
+        listed = [f"[{code(n)}](#{label(n)})" if n in names else code(n) for n in setting.choices]
+        meaning = f"{meaning.removesuffix('.')}. One of: {', '.join(listed)}.".removeprefix(". ")
     return f"{term}\n: {meaning or 'Anything.'}"
 
 

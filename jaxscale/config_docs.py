@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 
+from jaxscale.config_choices import choices
 from jaxscale.config_registry import BY_ID, registered
 from jaxscale.config_text import Inexpressible, literal
 from jaxscale.config_types import parameters
@@ -107,12 +108,14 @@ class Setting:
         type: The annotation as the code has it; empty where there is none.
         default: In gin's words; `None` where one must be given.
         meaning: From the docstring; empty where it says nothing.
+        choices: Names of the registered objects that it accepts; empty where there are fewer than 2 or very many.
     """
 
     name: str
     type: str
     default: str | None
     meaning: str
+    choices: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,13 +157,14 @@ def describe(name: str) -> Described:
     if obj is None:
         raise ConfigError(f"there is no registered name '{name}'{near(name, registered(), bindings=True)}")
     doc = parse(obj.__doc__)
-    meanings = _meanings(obj)
+    meanings, accepted = _meanings(obj), choices(obj)
     settings = tuple(
         Setting(
             "**" * (p.kind is p.VAR_KEYWORD) + "*" * (p.kind is p.VAR_POSITIONAL) + field,
             "" if p.annotation is p.empty else _annotation(p.annotation),
             _default(obj, field, p),
             meanings.get(field, ""),
+            accepted.get(field, ()),
         )
         for field, p in parameters(obj).items()
     )

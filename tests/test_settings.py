@@ -140,3 +140,22 @@ def test_the_command_prints_json(capsys):
     assert {"name", "family", "summary"} == set(json.loads(capsys.readouterr().out)[0])
     assert main(["settings", "train.lr", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["default"] == "0.003"
+
+
+def test_a_setting_lists_the_registered_objects_that_it_accepts(capsys):
+    register_all()
+
+    def of(name):
+        return set(look_up(name)[1].choices)
+
+    assert {"Constant", "WSD", "WarmupCosine"} <= of("train.schedule")
+    assert not {"AdamW", "Transformer"} & of("train.schedule")  # they have a method of that name too
+    assert {"AdamW", "Muon", "OnHost"} <= of("train.optimizer") and "OnHost" not in of("OnHost.optimizer")
+    assert {"MaskedToken", "NextToken"} <= of("train.objective")
+    assert {"flash_attention", "RingAttention"} <= of("Transformer.attention")
+    assert {"Transformer", "llama3_8b"} <= of("train.model")  # a function that returns one
+    assert "Never" in of("Grid.stopper") and "Random" not in of("Grid.stopper")
+    assert of("train.lr") == of("train.layout") == set()
+    assert main(["settings", "train.schedule"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "one of: " in out and "WarmupCosine" in out.partition("one of: ")[2]

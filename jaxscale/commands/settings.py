@@ -163,3 +163,5 @@ def _settings(item: Described, settings: tuple[Setting, ...], console: Any) -> N
         console.print(line, Text(f"{default}  ({setting.type})" if setting.type else default))
         if setting.meaning:
             console.print(Padding(Text(setting.meaning), (0, 0, 0, 4)))
+        if setting.choices:
+            console.print(Padding(Text(f"one of: {', '.join(setting.choices)}"), (0, 0, 0, 4)))

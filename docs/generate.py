@@ -16,11 +16,10 @@ from experiments import stale
 
 NOTEBOOKS = "learn/notebooks"
 STUDIES = "measured/studies"
-RESULTS = """# Are the results current?
-
-Each result names the commit whose sources were measured. Where these changed since, in more than comments and
-docstrings, the result may no longer hold; `make stale` prints this table.
-
+RESULTS = "# Are the results current?\n\n"
+RESULTS_NOTE = """
+Each result names the commit whose sources were measured. Where these changed since, the result may no longer hold, and
+was not measured again; `make stale` prints this table.
 """
 
 
@@ -55,7 +54,7 @@ def write_pages(docs: Path) -> dict[Path, Path]:
     for source, page in pages.items():
         note = notes.get(source.relative_to(root).as_posix(), "")
         written[page] = links_from(source.read_text(), source, docs / page, places) + note
-    written["measured/results.md"] = RESULTS + stale.markdown()
+    written["measured/results.md"] = RESULTS + stale.markdown() + RESULTS_NOTE
     notebooks = sorted(root.glob("notebooks/*.ipynb"))
     places |= {source: docs / NOTEBOOKS / source.name for source in notebooks}
     for source in notebooks:

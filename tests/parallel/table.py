@@ -210,14 +210,16 @@ def _agrees(line: dict) -> bool:
 
 def _markdown(rows: list[dict]) -> str:
     commits = ", ".join(f"{c} ({n})" for c, n in collections.Counter(r["commit"] for r in rows).items())
-    good = sum(map(_agrees, rows))
+    good, expected = sum(map(_agrees, rows)), len(table())
+    agree = f"All {expected} layouts agree" if good == expected else f"{good} of {expected} layouts agree"
     head = [
         "# Layouts against one device",
         "",
-        f"`python -m tests.parallel.table`: {good} of {len(rows)} rows agree, of {len(table())}. Commits (and rows): "
-        f"{commits}; jax {jax.__version__}, {datetime.date.today()}, simulated devices, float32. Errors are those of "
-        "the worst leaf, in units of what contract 6 allows (1e-5 of the leaf's norm, or of a thousandth of the "
-        "gradient's): at most 1.",
+        f"{agree}; an error of 1 is the limit. Errors are those of the worst leaf, in units of 1e-5 of the leaf's norm "
+        "(or of a thousandth of the gradient's, where that is more).",
+        "",
+        f"`python -m tests.parallel.table`, simulated devices, float32, jax {jax.__version__}, {datetime.date.today()}. "
+        f"Commits (and rows): {commits}.",
         "",
         "| layout | loss | gradient norm | gradients | parameters after 5 steps |",
         "|---|---|---|---|---|",

@@ -218,8 +218,8 @@ def _markdown(rows: list[dict]) -> str:
         f"{agree}; an error of 1 is the limit. Errors are those of the worst leaf, in units of 1e-5 of the leaf's norm "
         "(or of a thousandth of the gradient's, where that is more).",
         "",
-        f"`python -m tests.parallel.table`, simulated devices, float32, jax {jax.__version__}, {datetime.date.today()}. "
-        f"Commits (and rows): {commits}.",
+        f"`python -m tests.parallel.table`, simulated devices, float32, jax {jax.__version__}, "
+        f"{datetime.date.today()}. Commits (and rows): {commits}.",
         "",
         "| layout | loss | gradient norm | gradients | parameters after 5 steps |",
         "|---|---|---|---|---|",

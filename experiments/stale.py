@@ -91,7 +91,10 @@ def matching(names: list[str], patterns: tuple[str, ...]) -> list[str]:
 
 
 def _git(*arguments: str) -> str:
-    ran = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+    try:
+        ran = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+    except FileNotFoundError:  # git is not installed
+        return ""
     return ran.stdout if ran.returncode == 0 else ""
 
 
@@ -110,6 +113,8 @@ def working_files(result: Result) -> dict[str, bytes]:
 def committed_files(result: Result, commit: str) -> dict[str, bytes]:
     """Return the sources of a result at a commit; empty where this copy of the repository lacks that commit."""
     names = matching(_git("ls-tree", "-r", "--name-only", commit).splitlines(), result.sources)
+    if not names:  # no git, no repository, or a commit that this copy lacks
+        return {}
     objects = "".join(f"{commit}:{name}\n" for name in names).encode()
     command = ["git", "-C", str(ROOT), "cat-file", "--batch"]
     stream = io.BytesIO(subprocess.run(command, input=objects, capture_output=True, check=True).stdout)

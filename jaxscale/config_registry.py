@@ -24,6 +24,9 @@ MACRO = "gin.macro"
 _OF_GIN = ("constant", "macro")
 """gin's objects for `%name`. They cannot be referenced, so that `@constant()` gets the hint `@Constant()`."""
 
+RENAMED_METHODS = {"for_texts_of": "for_length", "kept_width": "cache_width"}
+"""Old names of methods that users' classes may define; a class with an old one would be used without it."""
+
 T = typing.TypeVar("T", bound=Callable[..., Any])
 Key = tuple[str, str, str]  # scope, full selector, parameter
 
@@ -56,11 +59,14 @@ def register(obj: typing.Any = None, *, name: str | None = None) -> typing.Any:
         The same object, unwrapped (it still pickles), or a decorator.
 
     Raises:
-        ConfigError: The name belongs to another object.
+        ConfigError: The name belongs to another object, or the class defines a method by its old name.
     """
     if obj is None:
         return functools.partial(register, name=name)
     name = name or obj.__name__
+    for method, new in RENAMED_METHODS.items():
+        if method in getattr(obj, "__dict__", {}):
+            raise ConfigError(f"{obj.__name__} defines '{method}', which is now called '{new}'; rename it")
     old = BY_NAME.get(name)
     reloaded = old is not None and _origin(old.obj) == _origin(obj)  # a module or a notebook cell run a second time
     if old is not None and old.obj is not obj and not reloaded:

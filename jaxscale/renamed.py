@@ -25,8 +25,10 @@ def renamed(**names: str) -> Callable[[T], T]:
             raise TypeError(f"{cls.__name__} still has the attribute '{still[0]}'")
 
         def __getattr__(self: object, name: str) -> object:
-            hint = f"; it is now called '{names[name]}'" if name in names else ""
-            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'{hint}", name=name, obj=self)
+            if name not in names:
+                return object.__getattribute__(self, name)  # raises as usual, also what a property raised inside
+            message = f"'{type(self).__name__}' object has no attribute '{name}'; it is now called '{names[name]}'"
+            raise AttributeError(message, name=name, obj=self)
 
         cls.__getattr__ = __getattr__  # type: ignore[attr-defined]
         return cls

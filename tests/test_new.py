@@ -76,6 +76,14 @@ def test_a_name_that_python_cannot_import_is_refused(tmp_path: pathlib.Path, nam
     assert not (tmp_path / name).exists()
 
 
+def test_names_with_the_templates_markers_and_folders_that_cannot_be_made(tmp_path: pathlib.Path) -> None:
+    _, config, _ = write(tmp_path / "myCLASS")
+    assert "import myCLASS\n" in config.read_text() and "@MyCLASSModel()" in config.read_text()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="sub cannot be written: Not a directory"):
+        write(tmp_path / "file" / "sub")
+
+
 def test_nothing_is_overwritten(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new", str(tmp_path / "mine")]) == 0
     assert "python mine.py" in capsys.readouterr().out

@@ -29,3 +29,23 @@ def test_a_name_that_still_exists_cannot_be_renamed():
 
     with pytest.raises(TypeError, match="still has the attribute 'size'"):
         renamed(size="bytes")(Old)
+
+
+def test_the_error_inside_a_property_is_not_hidden():
+    @renamed(old="new")
+    class Part:
+        @property
+        def size(self):
+            return self.missing
+
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
+        _ = Part().size
+
+
+def test_a_class_that_defines_a_method_by_its_old_name_is_refused():
+    class Scaling:
+        def for_texts_of(self, length):
+            return self
+
+    with pytest.raises(js.errors.ConfigError, match="Scaling defines 'for_texts_of', which is now called 'for_length'"):
+        js.config.register(Scaling)

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import keyword
 import re
+import shlex
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,9 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     folder = Path(args.folder)
     paths = write(folder)
     print("wrote " + ", ".join(str(path) for path in paths))
-    print(f"next:\n  cd {folder}\n  python {paths[0].name}\n  jaxscale train {paths[1].name} --devices 8")
+    print(
+        f"next:\n  cd {shlex.quote(str(folder))}\n  python {paths[0].name}\n  jaxscale train {paths[1].name} --devices 8"
+    )
     return 0
 
 
@@ -62,17 +65,27 @@ def write(folder: Path) -> list[Path]:
     name = re.sub(r"\W", "_", folder.resolve().name)
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ConfigError(f"'{folder.resolve().name}' cannot name a Python module; choose another, such as 'my_study'")
-    installed = importlib.util.find_spec(name)
-    if installed is not None and installed.origin is not None:
+    try:
+        installed = importlib.util.find_spec(name)
+        hides = installed is not None and installed.origin is not None
+    except ValueError:  # `__main__`, which has no spec
+        hides = True
+    if hides:
         raise ConfigError(f"'{name}' is the name of an installed module, which it would hide; choose '{name}_study'")
     prefix = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
     paths = [folder / f"{name}{suffix}" for suffix in TEMPLATES]
     existing = [path for path in paths if path.exists()]
     if existing or (folder.exists() and not folder.is_dir()):
         raise ConfigError(f"{(existing or [folder])[0]} exists already; name a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
     templates = resources.files("jaxscale") / "templates"
+    names, texts = {MODULE: name, CLASS: prefix}, {}
     for path in paths:
-        template = (templates / TEMPLATES[path.suffix]).read_text()
-        path.write_text(template.replace(MODULE, name).replace(CLASS, prefix))
+        template = (templates / TEMPLATES[path.suffix]).read_text(encoding="utf-8")
+        texts[path] = re.sub(f"{MODULE}|{CLASS}", lambda match: names[match[0]], template)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in texts.items():
+            path.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"{folder} cannot be written: {e.strerror}; name another folder") from None
     return paths

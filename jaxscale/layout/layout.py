@@ -322,15 +322,16 @@ class Layout:
 
     def _indivisible(self, axis: str, size: int, target: tuple[str, ...], pieces: int, kind: Kind) -> str:
         below, above = size // pieces * pieces, -(-size // pieces) * pieces
-        divisors = [n for n in range(1, size + 1) if size % n == 0]
-        nearest = [max(n for n in divisors if n < pieces), min((n for n in divisors if n > pieces), default=None)]
-        numbers = " or ".join(str(n) for n in nearest if n is not None)
+        # A common divisor also divides the other dimensions on these mesh axes.
+        fitting = math.gcd(size, pieces)
+        if fitting == 1:
+            fitting = max(n for n in range(1, pieces) if size % n == 0)
         mesh = " x ".join(f"{m}={self.sizes[m]}" for m in target)
         sizes = f"{below} or {above}" if below else f"{above}"
         return (
             f"the rule {kind}['{axis}'] = {target if len(target) > 1 else target[0]!r} shards {size} over {pieces} "
             f"devices ({mesh}), and {pieces} does not divide {size}; the nearest '{axis}' that it divides is {sizes}, "
-            f"the nearest number of devices that divides {size} is {numbers}"
+            f"a number of devices that divides {size} is {fitting}"
         )
 
     def sharding(

@@ -98,3 +98,13 @@ def test_recording_takes_the_current_commit(tmp_path: pathlib.Path, monkeypatch:
         stale.record("law")
     with pytest.raises(SystemExit, match="no result 'lwa'"):
         stale.record("lwa")
+
+
+def test_without_a_repository_every_changed_result_names_its_patterns(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "law.py").write_text("x = 1\n")
+    monkeypatch.setattr(stale, "ROOT", tmp_path)
+    result = stale.Result("law", "p", "", "0000000", ("*.py",), "dead")
+    assert stale.committed_files(result, "0000000") == {}
+    assert stale.changed(result) == ["*.py"]

@@ -36,7 +36,7 @@ def test_a_dimension_that_does_not_divide_names_tensor_shape_rule_and_the_neares
         "shards 6 over 4",
         "tensor=4",
         "4 or 8",
-        "devices that divides 6 is 3 or 6",
+        "devices that divides 6 is 2",
     ):
         layout.spec(("embed", "heads", "head_dim"), (64, 6, 16), name="q/kernel")
 
@@ -234,3 +234,8 @@ def test_a_placed_layout_is_written_as_its_specification():
     assert len(texts) == 1 and not config.lost(texts.pop())
     with raises_saying(LayoutError, "'data=4'", "Layout.on"):
         dataclasses.replace(placed, mesh="data=4")
+
+
+def test_advice_without_a_common_divisor_names_the_largest_number_of_devices_that_divides():
+    with raises_saying(LayoutError, "shards 16 over 5", "devices that divides 16 is 4"):
+        Layout("data=5").spec(("batch",), (16,), kind="activations")

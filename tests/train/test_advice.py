@@ -141,7 +141,7 @@ LAYOUTS = {
     ),
     "query heads": (
         dict(mesh="tensor=4", heads=6),
-        ("4 or 8", "number of devices is 2"),
+        ("4 or 8", "number of devices that divides 6 is 2"),
         [dict(heads=4), dict(heads=8), dict(mesh="tensor=2")],
     ),
     "flash attention x context": (

@@ -52,7 +52,7 @@ SHAPES = {"q": (2, 1, 8, 128), "k": (64, 16, 2, 128), "v": (64, 16, 2, 128)}
     ("change", "message"),
     [
         (dict(dtype="float32"), "float32 is left to XLA"),
-        (dict(q=(2, 1, 8, 72), k=(64, 16, 2, 72)), "multiples of 16 from 64 to 192"),
+        (dict(q=(2, 1, 8, 72), k=(64, 16, 2, 72)), "width 64 to 192 and values of 64 to 128, multiples of 16"),
         (dict(v=None), "values that are stored in the keys"),
         (dict(q=(2, 20, 8, 128)), "80 rows, and a tile has 64"),
         (dict(k=(64, 24, 2, 128), v=(64, 24, 2, 128)), "a multiple of 8 keys that divides 64 .* not 24"),

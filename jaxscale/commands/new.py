@@ -43,9 +43,8 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     folder = Path(args.folder)
     paths = write(folder)
     print("wrote " + ", ".join(str(path) for path in paths))
-    print(
-        f"next:\n  cd {shlex.quote(str(folder))}\n  python {paths[0].name}\n  jaxscale train {paths[1].name} --devices 8"
-    )
+    print(f"next:\n  cd {shlex.quote(str(folder))}")
+    print(f"  python {paths[0].name}\n  jaxscale train {paths[1].name} --devices 8")
     return 0
 
 

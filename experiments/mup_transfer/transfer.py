@@ -22,7 +22,8 @@ from jaxscale import config as gin_config
 from jaxscale.data import Loader
 from jaxscale.optim.base import Schedule
 from jaxscale.step import NextToken, TrainConfig, make_loss_and_grads, make_step
-from jaxscale.step.prepare import Prepared, blueprint_of, prepare
+from jaxscale.step.blueprint import blueprint_of
+from jaxscale.step.prepare import Prepared, prepare
 
 HERE = Path(__file__).parent
 OUT = HERE / "results" / "losses.csv"

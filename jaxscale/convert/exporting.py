@@ -22,7 +22,7 @@ from jaxscale.interop.pretrained import PRECISIONS
 from jaxscale.interop.write import write_tensors
 from jaxscale.models import Learned, TransformerConfig
 from jaxscale.run import Run
-from jaxscale.step.prepare import blueprint_of
+from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.state import describe_model
 from jaxscale.train.checkpoints.chunks import CHUNK_BYTES, shape_of
 from jaxscale.train.checkpoints.manifest import check_same

@@ -17,8 +17,8 @@ from jaxscale.errors import RunError
 from jaxscale.interop.maps import Bound
 from jaxscale.interop.peft import Pair, adapter_config, check_names, modules_of, write_adapters
 from jaxscale.run import Run
+from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.lora import LoRA, LowRank
-from jaxscale.step.prepare import blueprint_of
 from jaxscale.step.start import Start
 from jaxscale.train.checkpoints import flatten
 

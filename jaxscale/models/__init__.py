@@ -10,6 +10,7 @@ from jaxscale.models.base import (
     Stageable,
 )
 from jaxscale.models.block_config import BlockConfig
+from jaxscale.models.positions import Learned
 from jaxscale.models.presets import (
     deepseek_moe_16b,
     deepseek_v2_lite,
@@ -28,7 +29,7 @@ from jaxscale.models.presets import (
     sheared_llama_1_3b,
 )
 from jaxscale.models.transformer import Transformer
-from jaxscale.models.transformer_config import Learned, TransformerConfig
+from jaxscale.models.transformer_config import TransformerConfig
 
 __all__ = [
     "BlockConfig",

@@ -7,7 +7,8 @@ from typing import Any
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, near
-from jaxscale.models.transformer_config import Learned, TransformerConfig
+from jaxscale.models.positions import Learned
+from jaxscale.models.transformer_config import TransformerConfig
 from jaxscale.nn import (
     GELU,
     GeGLU,

@@ -17,8 +17,9 @@ from jaxscale.layout import constrain
 from jaxscale.layout.tensors import Tree
 from jaxscale.models.base import arrange
 from jaxscale.models.block_config import LayerSpec
+from jaxscale.models.positions import rotary_of
 from jaxscale.models.transformer_checks import check_order, check_positions
-from jaxscale.models.transformer_config import TransformerConfig, rotary_of
+from jaxscale.models.transformer_config import TransformerConfig
 from jaxscale.nn import (
     Block,
     Context,

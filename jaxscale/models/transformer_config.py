@@ -17,6 +17,8 @@ from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout, TensorInfo, abstract
 from jaxscale.models.block_config import BlockConfig, LayerSpec
+from jaxscale.models.positions import Learned, rotary_of
+from jaxscale.models.sizes import Sizes, gated, hidden_width, router_width
 from jaxscale.models.transformer_checks import check_row, check_transformer, idle
 from jaxscale.nn import (
     AttentionKernel,
@@ -43,20 +45,6 @@ from jaxscale.renamed import renamed
 
 if TYPE_CHECKING:
     from jaxscale.models.transformer import Transformer
-
-
-@dataclasses.dataclass(frozen=True)
-class Learned:
-    """Learned absolute positions: a table of vectors that are added to the token embedding (GPT-2).
-
-    Args:
-      length: number of positions.
-    """
-
-    length: int = 1024
-
-
-register(Learned, name="LearnedPositions")
 
 
 @renamed(for_texts_of="for_length", kept_width="cache_width")
@@ -415,7 +403,7 @@ class TransformerConfig:
         for layer in self.layer_specs():
             for name, n in layer.mixer.products(self, batch, seq, layer.window).items():
                 mixed[name] = mixed.get(name, 0) + n
-        through = [(_hidden(m, z.hidden), gated(m), _scores(m)) for m in self.layer_mlps()]
+        through = [(hidden_width(m, z.hidden), gated(m), router_width(m)) for m in self.layer_mlps()]
         per_layer = 2 * batch * seq * z.width
         return mixed | {
             "router": per_layer * sum(scores for _, _, scores in through),
@@ -494,48 +482,3 @@ class TransformerConfig:
             + tensors("latent", latent, (2 * inner + 1) * bool(latent["latent"]))
             + tuple(dataclasses.replace(i, path="gate") for i in up[::gates]) * (3 if gates > 1 else 1),
         }
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """A transformer's sizes.
-
-    Args:
-      width: width of the residual stream.
-      heads: number of query heads.
-      kv_heads: number of key heads.
-      head_dim: width of a query and key.
-      hidden: hidden width of the feed-forward layers.
-      value_dim: width of a value.
-      rotary_dim: width of the part of queries and keys that rotary positions rotate.
-    """
-
-    width: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    hidden: int
-    value_dim: int
-    rotary_dim: int
-
-
-def gated(mlp: object) -> bool:
-    """Return whether a feed-forward layer, or each of its experts, has a gate."""
-    return getattr(mlp, "gated", False)
-
-
-def _hidden(mlp: object, hidden: int) -> int:
-    """Return the hidden width of all experts that one token uses."""
-    if not isinstance(mlp, MixtureOfExperts):
-        return hidden
-    one, shared = mlp.widths(hidden)
-    return mlp.top_k * one + shared
-
-
-def _scores(mlp: object) -> int:
-    return mlp.experts if isinstance(mlp, MixtureOfExperts) else 0
-
-
-def rotary_of(positions: Rotary | Learned | None) -> Rotary | None:
-    """Return the rotary positions, or `None` if positions are learned or absent."""
-    return None if isinstance(positions, Learned) else positions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from flax import nnx
 
@@ -13,9 +13,6 @@ from jaxscale.nn.attention import Attention
 from jaxscale.nn.latent import LatentAttention
 from jaxscale.nn.mixer import Mixer
 from jaxscale.nn.rotary import Rotary, ScalesScores
-
-if TYPE_CHECKING:
-    from jaxscale.models.transformer_config import TransformerConfig
 
 _OF_MULTI_HEAD = ("qk_norm", "bias", "out_bias", "norm_eps", "overlap")
 """Arguments of `Attention` only; the `check` of other layers refuses those that would have no effect."""
@@ -115,7 +112,7 @@ class AttentionLayer(Mixer, Protocol):
         """
         ...
 
-    def products(self, config: TransformerConfig, batch: int, seq: int, window: int | None) -> dict[str, int]:
+    def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:
         """Return the FLOPs of a layer's matrix products; of scores and values, only those of visible pairs of tokens.
 
         Args:
@@ -161,7 +158,7 @@ class MultiHead(AttentionLayer):
         """See `AttentionLayer`."""
         return 2 * kv_heads * head_dim
 
-    def check(self, config: TransformerConfig) -> None:
+    def check(self, config: Any) -> None:
         """See `AttentionLayer`."""
         z = config.sizes
         rotates = isinstance(config.positions, Rotary) or config.local_positions  # pairs, so a head's width is even
@@ -244,7 +241,7 @@ class MultiHeadLatent(AttentionLayer):
         """See `AttentionLayer`."""
         return self.kv_rank + self.rotary_dim
 
-    def check(self, config: TransformerConfig) -> None:
+    def check(self, config: Any) -> None:
         """See `AttentionLayer`."""
         if config.attention_layer != self:
             raise ConfigError(
@@ -276,7 +273,7 @@ class MultiHeadLatent(AttentionLayer):
         return LatentAttention(width, heads, self, **options)
 
 
-def _check_heads(config: TransformerConfig) -> None:
+def _check_heads(config: Any) -> None:
     """Check a model's numbers and widths of heads."""
     z = config.sizes
     if z.head_dim < 1:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from flax import nnx
-
-if TYPE_CHECKING:
-    from jaxscale.models.transformer_config import TransformerConfig
 
 MADE_WITH = (
     "kernel", "rotary", "window", "softcap", "scale", "qk_norm", "bias", "out_bias", "out_scale", "norm_eps", "overlap",
@@ -36,7 +33,7 @@ class Mixer(Protocol):
     any_order: ClassVar[bool] = False
     in_formulas: ClassVar[bool] = False
 
-    def check(self, config: TransformerConfig) -> None:
+    def check(self, config: Any) -> None:
         """Check the model's config.
 
         Args:
@@ -47,7 +44,7 @@ class Mixer(Protocol):
         """
 
     @abstractmethod
-    def products(self, config: TransformerConfig, batch: int, seq: int, window: int | None) -> dict[str, int]:
+    def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:
         """Return the FLOPs of the matrix products in a layer's forward pass, by the product's name.
 
         Args:

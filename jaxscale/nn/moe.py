@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,6 @@ from jaxscale.nn.stats import Stats
 from jaxscale.parallel import Capacity, Choices, Slots, Weights, as_weight, expert_mlp
 from jaxscale.parallel.experts import DOWN, UP, check_groups
 from jaxscale.signatures import check_method
-
-if TYPE_CHECKING:
-    from jaxscale.models.transformer_config import TransformerConfig
 
 
 @register
@@ -101,7 +98,7 @@ class MixtureOfExperts:
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"MixtureOfExperts.{name} = {getattr(self, name)}: must be at least 0")
 
-    def check(self, config: TransformerConfig) -> None:
+    def check(self, config: Any) -> None:
         """Check the model's config.
 
         Args:

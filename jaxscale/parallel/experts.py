@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from jaxscale.errors import LayoutError
 from jaxscale.layout import constrain, current
 from jaxscale.layout.rules import Kind
+from jaxscale.parallel.expert_exchange import Exchange, carry, move
 from jaxscale.parallel.sharded import cut_over, free_and_manual
 
 TOKENS = ("expert_batch", "expert_seq", "embed")
@@ -337,13 +338,13 @@ def _dropless(
     order = jnp.argsort(place, stable=True)
     back = jnp.argsort(order)
     rows = jnp.broadcast_to(x.reshape(n, 1, e), (n, k, e)).reshape(n * k, e)
-    rows, scale = _move(rows, order, back), _move(choices.weights.reshape(n * k, 1), order, back)
+    rows, scale = move(rows, order, back), move(choices.weights.reshape(n * k, 1), order, back)
     # rows without an expert are out of range, and not counted
     counts = jnp.bincount(place, length=devices * local_experts).reshape(devices, local_experts)
     if not settings.sent:
         out = apply(rows, scale, counts[0])
     else:
-        exchange = _Exchange(settings.sent, devices, n * min(k, local_experts), n * k, ragged=True)
+        exchange = Exchange(settings.sent, devices, n * min(k, local_experts), n * k, ragged=True)
         # a TPU pads each number of a ragged exchange to a row of 128, so padded rows cost less for `scale`
         exchange_scale = dataclasses.replace(exchange, ragged=False)
         theirs = lax.all_to_all(counts, settings.sent, 0, 0, tiled=True)
@@ -353,11 +354,11 @@ def _dropless(
         expert = jnp.sum(jnp.arange(exchange.max_rows)[None, :, None] >= ends[:, None, :], axis=-1).reshape(-1)
         by_expert = jnp.argsort(expert, stable=True)
         by_sender = jnp.argsort(by_expert)
-        rows = _move(_carry(rows, *sizes, exchange, True), by_expert, by_sender)
-        scale = _move(_carry(scale, *sizes, exchange_scale, True), by_expert, by_sender)
+        rows = move(carry(rows, *sizes, exchange, True), by_expert, by_sender)
+        scale = move(carry(scale, *sizes, exchange_scale, True), by_expert, by_sender)
         out = apply(rows, scale, theirs.sum(0))
-        out = _carry(_move(out, by_sender, by_expert), *sizes, exchange, False)
-    out = _move(out, back, order).reshape(n, k, e).astype(jnp.float32)
+        out = carry(move(out, by_sender, by_expert), *sizes, exchange, False)
+    out = move(out, back, order).reshape(n, k, e).astype(jnp.float32)
     # rows without an expert contribute 0, whatever values they have
     y = jnp.sum(jnp.where((place < devices * local_experts).reshape(n, k, 1), out, 0.0), axis=1)
     return y.reshape(b, s, e).astype(x.dtype)
@@ -375,87 +376,6 @@ def _place(ids: Array, local_experts: int, settings: _Settings) -> Array:
         else:
             mine &= at == lax.axis_index(m)
     return jnp.where(mine, place * local_experts + ids % local_experts, _size(settings.sent) * local_experts)
-
-
-@jax.custom_vjp
-def _move(rows: Float[Array, "r e"], order: Int[Array, " r"], back: Int[Array, " r"]) -> Float[Array, "r e"]:
-    """Return `rows[order]`, where `back` is the inverse of `order`; neither it nor its derivative scatters."""
-    return jnp.take(rows, order, axis=0)
-
-
-_move.defvjp(lambda rows, order, back: (_move(rows, order, back), back), lambda back, d: (d[back], None, None))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Exchange:
-    """An exchange of rows between devices.
-
-    Args:
-      axes: the mesh axes.
-      devices: the number of devices along them.
-      max_rows: the most rows that a device receives from each other one.
-      rows: rows of this device before the exchange.
-      ragged: use `ragged_all_to_all` on TPUs.
-    """
-
-    axes: tuple[str, ...]
-    devices: int
-    max_rows: int
-    rows: int
-    ragged: bool
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _carry(
-    rows: Float[Array, "r e"], sent: Int[Array, " d"], received: Int[Array, " d"], exchange: _Exchange, outbound: bool
-) -> Float[Array, "q e"]:
-    """Send rows to the devices of their experts (`outbound`), or back; each direction is the derivative of the other.
-
-    Before, rows are sorted by destination, `sent` to each. After, the `received` rows from device d begin at
-    `d * max_rows`, and the others are zero.
-    """
-    padded = functools.partial(_carry_padded, exchange=exchange, outbound=outbound)
-    if not exchange.ragged:
-        return padded(rows, sent, received)
-    return lax.platform_dependent(
-        rows, sent, received, tpu=functools.partial(_carry_ragged, exchange=exchange, outbound=outbound), default=padded
-    )
-
-
-def _carry_bwd(exchange: _Exchange, outbound: bool, residuals: tuple[Array, ...], d: Array) -> tuple[Array, None, None]:
-    return _carry(d, *residuals, exchange, not outbound), None, None
-
-
-_carry.defvjp(lambda rows, s, r, exchange, outbound: (_carry(rows, s, r, exchange, outbound), (s, r)), _carry_bwd)
-
-
-def _carry_padded(rows: Array, sent: Array, received: Array, *, exchange: _Exchange, outbound: bool) -> Array:
-    """`_carry` by an ordinary all-to-all of `max_rows` rows for every device."""
-    starts = jnp.cumsum(sent) - sent
-    if outbound:
-        at = starts[:, None] + jnp.arange(exchange.max_rows)
-        at = jnp.where(jnp.arange(exchange.max_rows) < sent[:, None], at, exchange.rows).reshape(-1)
-        return lax.all_to_all(jnp.take(rows, at, axis=0, mode="fill", fill_value=0), exchange.axes, 0, 0, tiled=True)
-    rows = lax.all_to_all(rows, exchange.axes, 0, 0, tiled=True)
-    i = jnp.arange(exchange.rows)
-    of = jnp.sum(i[:, None] >= jnp.cumsum(sent), axis=-1)  # the number of devices for rows that were not sent
-    at = of * exchange.max_rows + i - jnp.take(starts, of, mode="clip")
-    return jnp.take(rows, jnp.where(of < exchange.devices, at, len(rows)), axis=0, mode="fill", fill_value=0)
-
-
-def _carry_ragged(rows: Array, sent: Array, received: Array, *, exchange: _Exchange, outbound: bool) -> Array:
-    """`_carry` by a ragged all-to-all, which sends only rows that have an expert."""
-    sorted_starts = (jnp.cumsum(sent) - sent).astype(jnp.int32)
-    received_starts = jnp.arange(exchange.devices, dtype=jnp.int32) * exchange.max_rows
-    sent, received = sent.astype(jnp.int32), received.astype(jnp.int32)
-    if outbound:
-        me = jnp.full(exchange.devices, lax.axis_index(exchange.axes) * exchange.max_rows, jnp.int32)
-        begin, sizes, end, coming, size = sorted_starts, sent, me, received, exchange.devices * exchange.max_rows
-    else:
-        theirs = lax.all_to_all(sorted_starts, exchange.axes, 0, 0, tiled=True)
-        begin, sizes, end, coming, size = received_starts, received, theirs, sent, exchange.rows
-    empty = jnp.zeros((size, rows.shape[1]), rows.dtype)
-    return lax.ragged_all_to_all(rows, empty, begin, sizes, end, coming, axis_name=exchange.axes)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxscale.layout import Layout, Pipeline, simulate
 from jaxscale.models import TransformerConfig
-from jaxscale.models.transformer_config import gated
+from jaxscale.models.sizes import gated
 from jaxscale.nn import MemoryPolicy, MixtureOfExperts, Width, dot_product_attention
 from jaxscale.nn.flash import key_heads_read
 from jaxscale.parallel.pipeline import assign

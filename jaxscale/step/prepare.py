@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import logging
 import math
@@ -13,28 +12,27 @@ from importlib.util import find_spec
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
 from jaxscale.data import Batch, Corpus, Loader, Source, heldout_batches, to_devices
 from jaxscale.data.loader import arrays_of
 from jaxscale.errors import ConfigError, DataError, LayoutError, near
-from jaxscale.layout import Layout, filled_notes, infer_names, shardings_of
-from jaxscale.models.base import ChecksRows, CutsSequences, LanguageModelConfig, Parametrised
-from jaxscale.optim import balanced, chain, state_infos, without_biases
+from jaxscale.layout import Layout, filled_notes, shardings_of
+from jaxscale.models.base import ChecksRows, CutsSequences, LanguageModelConfig
+from jaxscale.optim import state_infos
 from jaxscale.optim.base import Schedule
 from jaxscale.parallel import why_no_gathers
 from jaxscale.step.algorithm import Step, Tree
 from jaxscale.step.backprop import numbered
+from jaxscale.step.blueprint import abstract_inputs, blueprint_of, shapes_of
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.effects import without_effect
 from jaxscale.step.objective import Totals, terms_of
 from jaxscale.step.objective_checks import check_linear, check_numbers, merge_totals
 from jaxscale.step.pipeline import pipelined
-from jaxscale.step.state import Blueprint, describe_model, make_params
+from jaxscale.step.state import Blueprint
 from jaxscale.step.step import batch_shardings, jit_step, make_eval
 from jaxscale.step.texts import text_ids
 from jaxscale.step.trace import gathers
@@ -118,136 +116,6 @@ def step_of(
     parts = config.accumulate if accumulate is None else accumulate
     more: Any = dict(accumulate=parts, schedule=schedule, guards=config.guards)
     return blueprint.algorithm.step(blueprint, config.objective, **more)
-
-
-def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Schedule | None]:
-    """Return model, optimizer and layout of a run, and its learning-rate schedule; needs no data and no device.
-
-    Args:
-      config: the run's settings.
-
-    Returns:
-      The blueprint, and step -> learning rate, or `None` if the optimizer has its own.
-
-    Raises:
-      ConfigError: settings do not fit together; the message names them.
-    """
-    graphdef, infos = describe_model(config.model)
-    if not any(axis for i in jax.tree.leaves(infos) for axis in i.axes):
-        infos = _inferred(config, graphdef, infos)
-    schedule: Schedule | None = None
-    widening = config.model.widening if isinstance(config.model, Parametrised) else None
-    make: Callable[..., Any] = functools.partial(make_params, config.model)
-    adaptation = None
-    if config.adapters is not None:
-        if widening is not None:
-            raise ConfigError(
-                f"{type(widening.parametrisation).__name__} has no rule for adapters; set the model's parametrisation "
-                "to None, since its parameters are already trained"
-            )
-        adaptation = config.adapters.adapt(graphdef, infos, reference=config.objective.reference)
-        infos, make = adaptation.adapters, functools.partial(adaptation.make, whole=make)
-        if config.adapters.base_dtype not in (None, "float32") and config.layout and config.layout.stages > 1:
-            raise ConfigError(
-                f"pipeline stages add adapters to the weights, and LoRA.base_dtype = '{config.adapters.base_dtype}' "
-                "would round the sums; remove it, or use a mesh without pipeline"
-            )
-    if isinstance(config.optimizer, optax.GradientTransformation):
-        if widening is not None:
-            raise ConfigError(
-                f"{type(widening.parametrisation).__name__} sets the learning rate of each tensor, but an optax "
-                "transformation has its own; use an optimizer such as AdamW()"
-            )
-        tx = config.optimizer
-    else:
-        schedule = config.schedule.make(config.lr, config.steps)
-        of = config.optimizer.make if widening is None else functools.partial(widening.make, config.optimizer)
-        tx = of(schedule, without_biases(infos))
-    if config.clip_norm is not None:
-        tx = chain(_clip(config.clip_norm), tx)
-    if len(jax.tree.leaves(without_biases(infos))) < len(jax.tree.leaves(infos)):
-        tx = balanced(tx, config.balance_rate)
-    more: Any = dict(start=config.start, adaptation=adaptation, inputs=config.objective.inputs(config))
-    more |= dict(algorithm=config.algorithm, reference=config.objective.reference)
-    return Blueprint(graphdef, infos, tx, config.layout, make, config.guards, **more), schedule
-
-
-def _inferred(config: TrainConfig, graphdef: nnx.GraphDef[Any], infos: Tree) -> Tree:
-    """Infer logical axes of a model that has none, from its traced objective; one device needs none."""
-    layout = config.layout
-    if layout is None or layout.devices == 1:
-        return infos
-
-    def value(params: Tree, batch: Mapping[str, jax.Array]) -> jax.Array:
-        return _value(config, nnx.merge(graphdef, params), batch)
-
-    named = infer_names(value, _shapes(infos), abstract_inputs(config), tensor=layout.sizes["tensor"])
-    _notes_of_names(type(config.model).__name__, named.notes)
-    return named.infos
-
-
-def _shapes(tree: Tree) -> Tree:
-    """Return the shapes and dtypes of a tree of arrays or `TensorInfo`s."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
-@functools.lru_cache(64)
-def _notes_of_names(model: str, notes: tuple[str, ...]) -> None:
-    """Warn once per model."""
-    log.warning("%s has no logical axes, so they were inferred from its program (infer_names)", model)
-    for note in notes:
-        log.warning("%s", note)
-
-
-def abstract_inputs(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes and dtypes of a micro-batch.
-
-    Args:
-      config: the run's settings.
-    """
-    rows = config.micro_batch
-    return {
-        name: jax.ShapeDtypeStruct((rows, *i.shape), np.dtype(i.dtype))
-        for name, i in config.objective.inputs(config).items()
-    }
-
-
-def _value(config: TrainConfig, model: nnx.Module, batch: Mapping[str, jax.Array]) -> jax.Array:
-    """Return the value of the objective on one batch, after checks of its results."""
-    objective, batch = config.objective, numbered(batch)
-    terms = terms_of(objective, model, batch, reference=model)
-    totals = merge_totals(objective, terms, objective.weights(batch, 1))
-    value = objective.value(totals)
-    check_numbers(objective, value, objective.metrics(totals))
-    return value
-
-
-def settled(config: TrainConfig) -> TrainConfig:
-    """Return settings in which what `train.start` implies is explicit: the checkpoint's step, model and tokenizer.
-
-    A model or tokenizer that has its default is replaced by that of the run that this one starts from.
-
-    Args:
-      config: settings of a run.
-
-    Raises:
-      RunError: there is no run to start from, or it has no checkpoint.
-    """
-    if config.start is None:
-        return config
-    start, default = config.start.settled(), TrainConfig()
-    changes: dict[str, Any] = {"start": start}
-    if config.model == default.model:
-        changes["model"] = start.run.config.model
-    if config.tokenizer == default.tokenizer:
-        changes["tokenizer"] = start.run.config.tokenizer
-        if changes["tokenizer"] == default.tokenizer and start.run.imported is not None:
-            log.warning(
-                "%s was imported without a tokenizer.json, so text is encoded as bytes, which the model was not "
-                "trained on; set train.tokenizer",
-                start.path,
-            )
-    return dataclasses.replace(config, **changes)
 
 
 def prepare(config: TrainConfig) -> Prepared:
@@ -510,7 +378,7 @@ def _trace(blueprint: Blueprint, config: TrainConfig) -> None:
         return terms, weights
 
     with config.layout if config.layout is not None else contextlib.nullcontext():
-        shapes = (_shapes(blueprint.infos), _shapes(blueprint.frozen), abstract_inputs(config))
+        shapes = (shapes_of(blueprint.infos), shapes_of(blueprint.frozen), abstract_inputs(config))
         closed, (terms, weights) = jax.make_jaxpr(totals, return_shape=True)(*shapes)
     copied = any("replicas" in i.axes for i in jax.tree.leaves(config.algorithm.infos(blueprint)))
     if copied and (why := why_no_gathers(config.layout)):
@@ -519,14 +387,3 @@ def _trace(blueprint: Blueprint, config: TrainConfig) -> None:
     if config.accumulate > 1:
         parts = f"train.accumulate = {config.accumulate} splits the batch"
         check_linear(objective, terms, weights, parts, "set train.accumulate = 1")
-
-
-def _clip(norm: float) -> optax.GradientTransformation:
-    """Return `optax.clip_by_global_norm` with the norm computed in float32."""
-
-    def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
-        total = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), updates))
-        factor = jnp.minimum(1.0, norm / jnp.maximum(total, 1e-12))
-        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), updates), state
-
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)

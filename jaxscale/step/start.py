@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from jaxscale.layout import Layout
-
-if TYPE_CHECKING:
-    from jaxscale.train.run import RunFolder
 
 Tree = Any
 
@@ -18,14 +15,14 @@ class Start(Protocol):
     Attributes:
       path: where the parameters are from, for messages.
       step: step of the checkpoint; `None` before `settled`.
-      run: the run that they are from, with `config`, `imported` and so on (see `jaxscale.train.run.RunFolder`).
+      run: the run that they are from, a `jaxscale.train.run.RunFolder`.
     """
 
     path: str
     step: int | None
 
     @property
-    def run(self) -> RunFolder:
+    def run(self) -> Any:  # a jaxscale.train.run.RunFolder, whose package may not be imported here
         """The run.
 
         Raises:

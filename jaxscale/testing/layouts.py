@@ -19,9 +19,9 @@ from jaxscale.layout import Layout
 from jaxscale.models import ModelConfig
 from jaxscale.models.base import vocab_of
 from jaxscale.step.backprop import make_loss_and_grads, make_step
+from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import NextToken, Objective
-from jaxscale.step.prepare import blueprint_of
 from jaxscale.step.state import Blueprint, TrainState
 from jaxscale.step.step import batch_sharding, jit_step
 from jaxscale.testing.compare import TOLERANCE, Agreement, differences, global_norm

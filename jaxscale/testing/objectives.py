@@ -12,9 +12,9 @@ from flax import nnx
 
 from jaxscale.data import Batch
 from jaxscale.step.backprop import numbered
+from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import terms_of
-from jaxscale.step.prepare import blueprint_of
 from jaxscale.testing.params import random_params
 
 

@@ -25,8 +25,9 @@ from jaxscale.data.batch import Batch
 from jaxscale.data.loader import filled
 from jaxscale.errors import ConfigError, LayoutError, RunError
 from jaxscale.layout import Layout
+from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.config import TrainConfig
-from jaxscale.step.prepare import blueprint_of, prepare, step_of
+from jaxscale.step.prepare import prepare, step_of
 from jaxscale.step.step import batch_shardings, jit_step
 from jaxscale.train.checkpoints.chunks import region_of
 from jaxscale.train.checkpoints.manifest import flatten

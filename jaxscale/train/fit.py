@@ -12,8 +12,9 @@ import jax
 import optax
 
 from jaxscale.errors import ConfigError, near
+from jaxscale.step.blueprint import settled
 from jaxscale.step.config import TrainConfig
-from jaxscale.step.prepare import Prepared, prepare, settled
+from jaxscale.step.prepare import Prepared, prepare
 from jaxscale.train.folders import choose_folder
 from jaxscale.train.loop import Loop, Services
 from jaxscale.train.report import Reporter

@@ -16,8 +16,9 @@ from jaxscale.errors import RunError
 from jaxscale.layout import path_name
 from jaxscale.layout.tensors import Tree
 from jaxscale.step.backprop import make_loss_and_grads
+from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.config import TrainConfig
-from jaxscale.step.prepare import Prepared, blueprint_of, prepare
+from jaxscale.step.prepare import Prepared, prepare
 from jaxscale.step.state import TrainState
 from jaxscale.step.trace import Origin, first_nonfinite
 from jaxscale.train.run import RunFolder

@@ -25,8 +25,8 @@ from jaxscale.interop import Companions, copy_companions
 from jaxscale.interop.links import check_links
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.layout.tensors import Tree
+from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.config import TrainConfig
-from jaxscale.step.prepare import blueprint_of
 from jaxscale.step.rates import parameter_count
 from jaxscale.step.state import TrainState, describe_model
 from jaxscale.step.texts import text_ids

@@ -15,7 +15,7 @@ import jaxscale as js
 from jaxscale.errors import ConfigError, DataError, RunError
 from jaxscale.infer import Sampling, sample_text
 from jaxscale.infer.loaded import load_model
-from jaxscale.models.transformer_config import Learned
+from jaxscale.models.positions import Learned
 from jaxscale.step import describe_model
 from tests.truth.compiled import nothing_is_compiled
 from tests.truth.errors import raises_saying

@@ -32,8 +32,8 @@ from jaxscale.optim import (
     apply_gradients,
     on_host,
 )
+from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.config import TrainConfig
-from jaxscale.step.prepare import blueprint_of
 from jaxscale.step.state import TrainState
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying

@@ -21,8 +21,8 @@ from jaxscale.optim import NTK, SGD, AdamW, AdamW8bit, EightBit, LAMB8bit, Lion,
 from jaxscale.optim.base import apply_gradients
 from jaxscale.optim.mup import Role, Widening, role_of
 from jaxscale.step.backprop import make_loss_and_grads, make_step
+from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.config import TrainConfig
-from jaxscale.step.prepare import blueprint_of
 from jaxscale.step.state import TrainState, describe_model, make_params
 from jaxscale.step.step import batch_sharding, jit_step
 from jaxscale.testing.layouts import lay

@@ -9,7 +9,7 @@ import pytest
 from jaxscale.errors import JaxscaleError
 from jaxscale.layout import Layout, Pipeline, Rules, preset
 from jaxscale.models import TransformerConfig
-from jaxscale.models.transformer_config import Learned
+from jaxscale.models.positions import Learned
 from jaxscale.nn import (
     ExpertChoiceRouter,
     MemoryPolicy,

@@ -21,8 +21,8 @@ from jaxscale.models import TransformerConfig
 from jaxscale.nn.rotary import Llama3Scaling, LongRopeScaling, Rotary
 from jaxscale.optim import MuP
 from jaxscale.step import Snapshots, TrainConfig
+from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.lora import LoRA
-from jaxscale.step.prepare import blueprint_of
 from jaxscale.train import elastic
 from jaxscale.train.elastic import Elastic, recut
 from jaxscale.train.snapshots import taker

@@ -15,7 +15,8 @@ from jaxscale.errors import ConfigError, DataError
 from jaxscale.plan.dry_run import dry_run
 from jaxscale.step import Input, Objective
 from jaxscale.step.backprop import make_loss_and_grads
-from jaxscale.step.prepare import blueprint_of, prepare
+from jaxscale.step.blueprint import blueprint_of
+from jaxscale.step.prepare import prepare
 from jaxscale.sweep.checks import _check_objective
 from jaxscale.sweep.runners.group import RunGroup
 from tests.truth.errors import raises_saying

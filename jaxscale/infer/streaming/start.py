@@ -49,7 +49,7 @@ def stream_model(
       RunError: the run has no checkpoint.
     """
     from jaxscale.step import describe_model
-    from jaxscale.step.prepare import blueprint_of
+    from jaxscale.step.blueprint import blueprint_of
 
     if source not in FROM:
         raise ConfigError(f"stream_layers = {source!r}: must be 'host' or 'disk'{near(str(source), FROM)}")

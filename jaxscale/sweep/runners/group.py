@@ -25,7 +25,8 @@ from jaxscale.layout import HOST
 from jaxscale.optim.base import Schedule
 from jaxscale.run import Run, fit
 from jaxscale.step import TrainConfig
-from jaxscale.step.prepare import Prepared, blueprint_of, prepare
+from jaxscale.step.blueprint import blueprint_of
+from jaxscale.step.prepare import Prepared, prepare
 from jaxscale.step.state import Blueprint, TrainState
 from jaxscale.sweep.runners.turns import Broken, Turns
 

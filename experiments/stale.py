@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import difflib
 import functools
 import hashlib
 import io
@@ -149,7 +150,8 @@ def record(name: str) -> Result:
     """
     entries = {result.name: result for result in results()}
     if name not in entries:
-        sys.exit(f"results.toml has no result '{name}'; it has {', '.join(entries)}")
+        near = difflib.get_close_matches(name, entries, 3) or sorted(entries)
+        sys.exit(f"results.toml has no result '{name}'; did you mean {' or '.join(near)}?")
     old = entries[name]
     now = working_files(old)
     if digest(now) != digest(committed_files(old, "HEAD")):

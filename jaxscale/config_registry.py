@@ -18,14 +18,12 @@ from gin.config import ConfigurableReference, ParserDelegate
 from jaxscale.config_text import literal
 from jaxscale.config_types import type_hints
 from jaxscale.errors import ConfigError, near
+from jaxscale.renamed import METHODS
 
 MACRO = "gin.macro"
 
 _OF_GIN = ("constant", "macro")
 """gin's objects for `%name`. They cannot be referenced, so that `@constant()` gets the hint `@Constant()`."""
-
-RENAMED_METHODS = {"for_texts_of": "for_length", "kept_width": "cache_width"}
-"""Old names of methods that users' classes may define; a class with an old one would be used without it."""
 
 T = typing.TypeVar("T", bound=Callable[..., Any])
 Key = tuple[str, str, str]  # scope, full selector, parameter
@@ -64,7 +62,7 @@ def register(obj: typing.Any = None, *, name: str | None = None) -> typing.Any:
     if obj is None:
         return functools.partial(register, name=name)
     name = name or obj.__name__
-    for method, new in RENAMED_METHODS.items():
+    for method, new in METHODS.items():
         if method in getattr(obj, "__dict__", {}):
             raise ConfigError(f"{obj.__name__} defines '{method}', which is now called '{new}'; rename it")
     old = BY_NAME.get(name)

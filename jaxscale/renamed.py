@@ -7,6 +7,9 @@ from typing import TypeVar
 
 T = TypeVar("T", bound=type)
 
+METHODS = {"for_texts_of": "for_length", "kept_width": "cache_width"}
+"""Old names of methods that users' classes may define. A class with an old one would be used as if it had none."""
+
 
 def renamed(**names: str) -> Callable[[T], T]:
     """Return a class decorator; reading an attribute by an old name then raises an error with the new name.

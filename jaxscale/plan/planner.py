@@ -323,8 +323,8 @@ def on_hardware(config: TrainConfig, target: Topology) -> TrainConfig:
     devices = math.prod(parse_mesh(config.layout.mesh).values())
     if devices > target.devices:
         raise LayoutError(
-            f"mesh '{config.layout.mesh}' needs {devices} devices and {target.name} has {target.devices}; give one "
-            "with at most as many, as --mesh 'fsdp=-1'"
+            f"mesh '{config.layout.mesh}' needs {devices} devices and {target.name} has {target.devices}; use "
+            f"a mesh of at most {target.devices} devices, such as --mesh 'fsdp=-1'"
         )
     sizes = sized(config.layout, target.devices).sizes
     mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "data=1"

@@ -309,8 +309,9 @@ def _check_rows(config: TrainConfig, layout: Layout) -> None:
     if config.micro_batch % pieces:
         of = f" in each of {parts} micro-batches (train.accumulate)" if parts > 1 else ""
         raise LayoutError(
-            f"the batch: {layout} cuts {config.micro_batch} into {pieces} pieces along the rows{of}, which does not "
-            f"divide; the nearest train.batch_size that does is {_nearest(config.batch_size, pieces * parts)}"
+            f"the batch: {layout} shards {config.micro_batch} rows{of} into {pieces} parts, and {pieces} does not "
+            f"divide {config.micro_batch}; the nearest train.batch_size that works is "
+            f"{_nearest(config.batch_size, pieces * parts)}"
         )
 
 
@@ -328,9 +329,9 @@ def _check_length(config: TrainConfig, layout: Layout, blueprint: Blueprint) -> 
             unit = math.lcm(unit, *map(layout.split, cut))
             over = " x ".join(f"{m}={layout.sizes[m]}" for m in layout.cut(axis))
             raise LayoutError(
-                f"{layout} cuts a sequence of {config.seq_len} tokens into {layout.split(axis)} pieces ('{axis}' over "
-                f"{over}), which does not divide; the nearest train.seq_len that does is "
-                f"{_nearest(config.seq_len, unit)}"
+                f"{layout} shards a sequence of {config.seq_len} tokens into {layout.split(axis)} parts ('{axis}' over "
+                f"{over}), and {layout.split(axis)} does not divide {config.seq_len}; the nearest train.seq_len that "
+                f"works is {_nearest(config.seq_len, unit)}"
             )
 
 

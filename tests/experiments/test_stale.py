@@ -96,7 +96,7 @@ def test_recording_takes_the_current_commit(tmp_path: pathlib.Path, monkeypatch:
     assert stale.changed(recorded) == ["law.py"]
     with pytest.raises(SystemExit, match="commit them, measure, then record"):
         stale.record("law")
-    with pytest.raises(SystemExit, match="no result 'lwa'"):
+    with pytest.raises(SystemExit, match="no result 'lwa'; did you mean law"):
         stale.record("lwa")
 
 

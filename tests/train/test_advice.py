@@ -111,7 +111,7 @@ LAYOUTS = {
     ),
     "18 tokens x context=4": (
         dict(mesh="context=4", attention=RING, run=dict(seq_len=18)),
-        ("cuts a sequence of 18", "16 or 24"),
+        ("a sequence of 18", "16 or 24"),
         [dict(run=dict(seq_len=16)), dict(run=dict(seq_len=24))],
     ),
     "20 tokens in zigzag order": (
@@ -121,7 +121,7 @@ LAYOUTS = {
     ),
     "18 tokens, sequence sharded": (
         dict(mesh="tensor=4", sequence_sharded=True, run=dict(seq_len=18)),
-        ("cuts a sequence of 18", "tensor=4", "16 or 20"),
+        ("a sequence of 18", "tensor=4", "16 or 20"),
         [dict(run=dict(seq_len=16)), dict(run=dict(seq_len=20))],
     ),
     "20 tokens, sequence sharded, zigzag": (
@@ -131,7 +131,7 @@ LAYOUTS = {
     ),
     "rows": (
         dict(mesh="data=4", run=dict(batch_size=6)),
-        ("cuts 6 into 4 pieces", "4 or 8"),
+        ("4 does not divide 6", "4 or 8"),
         [dict(run=dict(batch_size=4)), dict(run=dict(batch_size=8))],
     ),
     "rows of micro-batches": (

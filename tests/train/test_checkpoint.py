@@ -89,7 +89,7 @@ def test_a_run_resumes_on_another_layout():
 
 
 def test_a_layout_that_the_run_does_not_fit_is_refused_before_its_checkpoint_is_read(run):
-    with raises_saying(LayoutError, "the batch", "cuts 8 into 3 pieces"):
+    with raises_saying(LayoutError, "the batch", "3 does not divide 8"):
         fit(run.path, resume=True, steps=8, layout=js.Layout("data=3"))
 
 

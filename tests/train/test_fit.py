@@ -109,13 +109,13 @@ def test_an_unknown_setting_is_named_with_the_nearest():
 
 
 def test_a_batch_that_does_not_divide_is_refused_before_anything_is_written():
-    with raises_saying(LayoutError, "the batch", "cuts 6 into 4 pieces", "4 or 8"):
+    with raises_saying(LayoutError, "the batch", "4 does not divide 6", "4 or 8"):
         fit(layout=js.Layout(MESH), batch_size=6)
     assert not Path("runs").exists()
 
 
 def test_micro_batches_that_do_not_divide_are_refused():
-    with raises_saying(LayoutError, "the batch", "cuts 2 into 8 pieces"):
+    with raises_saying(LayoutError, "the batch", "8 does not divide 2"):
         fit(layout=js.Layout("data=8"), batch_size=8, accumulate=4)
 
 

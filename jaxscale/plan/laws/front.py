@@ -66,8 +66,9 @@ def optimum(fit: Fit, flops: float, cost: Cost | None = None) -> Optimum:
     if best[0] in (0, POINTS - 1):
         end = "smallest" if best[0] == 0 else "largest"
         raise ConfigError(
-            f"the fitted {law.name} has no best size for {flops:.3g} FLOPs: its loss falls up to the {end} size; the "
-            f"runs of {fit.facts['name']} may be too far from this budget; use a closer budget, or add runs"
+            f"the fitted {law.name} has no best size for {flops:.3g} FLOPs: its loss is lowest at the {end} "
+            f"size tried; the runs of {fit.facts['name']} may be too far from this budget; use a closer budget, or add "
+            "runs"
         )
     step = sizes[1] - sizes[0]
     optima = []

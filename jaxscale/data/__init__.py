@@ -11,15 +11,21 @@ from jaxscale.data.cache import cache_folder
 from jaxscale.data.chat import ChatTemplate
 from jaxscale.data.chat_files import ChatFiles as chat_files
 from jaxscale.data.devices import to_devices
+from jaxscale.data.documents import TextCorpus
+from jaxscale.data.hf_dataset import HFDataset as hf_dataset
+from jaxscale.data.jsonl_files import JsonlFiles as jsonl_files
 from jaxscale.data.loader import Loader, heldout_batches
 from jaxscale.data.markov import Synthetic as synthetic
 from jaxscale.data.mixing import Mixture as mixture
 from jaxscale.data.packing import PACKINGS
+from jaxscale.data.parquet_files import ParquetFiles as parquet_files
+from jaxscale.data.preparation import prepare
 from jaxscale.data.prepared import PreparedTokens as token_file
-from jaxscale.data.storage import TokenFile, write_token_file
+from jaxscale.data.storage import TokenFile
 from jaxscale.data.text import PythonStdlib as python_stdlib
 from jaxscale.data.text import TextFiles as text_files
 from jaxscale.data.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer, train_bpe
+from jaxscale.data.writing import write_token_file
 
 __all__ = [
     "KEYS",
@@ -32,12 +38,17 @@ __all__ = [
     "Loader",
     "Ordered",
     "Source",
+    "TextCorpus",
     "TokenFile",
     "Tokenizer",
     "cache_folder",
     "chat_files",
     "heldout_batches",
+    "hf_dataset",
+    "jsonl_files",
     "mixture",
+    "parquet_files",
+    "prepare",
     "python_stdlib",
     "synthetic",
     "text_files",

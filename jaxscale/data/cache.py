@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import shutil
@@ -9,8 +10,12 @@ import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from jaxscale.data.storage import Document, TokenFile, about, write_token_file
+from jaxscale.data.encoded import Document
+from jaxscale.data.pieces import Divided
+from jaxscale.data.preparation import prepare
+from jaxscale.data.storage import TokenFile, about
 from jaxscale.data.tokenizer import Tokenizer
+from jaxscale.data.writing import write_token_file
 from jaxscale.errors import DataError
 
 log = logging.getLogger("jaxscale")
@@ -49,8 +54,39 @@ def cached(
     Raises:
       DataError: the cache cannot be written, or there is no document.
     """
-    folder = cache_folder(cache) / f"{corpus}-{key}"
 
+    def write(folder: Path) -> None:
+        write_token_file(folder, documents(), tokenizer=tokenizer, corpus=corpus, masked=masked)
+
+    return _cached(cache_folder(cache) / f"{corpus}-{key}", write, tokenizer)
+
+
+def cached_corpus(
+    corpus: Divided, key: str, tokenizer: Tokenizer, cache: str | Path | None = None, processes: int | None = None
+) -> TokenFile:
+    """Return the token file `<cache>/tokens/<corpus>-<key>`, prepared by several processes if it does not exist.
+
+    Args:
+      corpus: the corpus.
+      key: changes with the content of the token file.
+      tokenizer: the tokenizer.
+      cache: the cache; `None` is the default (see `cache_folder`).
+      processes: number of processes; `None` is the corpus's own, or one for each core.
+
+    Raises:
+      DataError: the corpus cannot be read or tokenized, or the cache cannot be written.
+    """
+    # While its files change, an interrupted preparation of the corpus stays the same one.
+    origin = hashlib.sha256(f"{tokenizer.fingerprint} {corpus.duplicates} {corpus.origin()}".encode()).hexdigest()[:16]
+    unfinished = f".{corpus.name}-{origin}.unfinished"
+
+    def write(folder: Path) -> None:
+        prepare(folder, corpus, tokenizer, processes=processes, unfinished=unfinished)
+
+    return _cached(cache_folder(cache) / f"{corpus.name}-{key}", write, tokenizer)
+
+
+def _cached(folder: Path, write: Callable[[Path], None], tokenizer: Tokenizer) -> TokenFile:
     def opened(whole: bool = False) -> TokenFile | None:
         if not folder.exists():
             return None
@@ -71,7 +107,7 @@ def cached(
 
     def prepared() -> TokenFile:
         try:
-            write_token_file(folder, documents(), tokenizer=tokenizer, corpus=corpus, masked=masked)
+            write(folder)
         except OSError as error:
             raise DataError(
                 f"cannot write the token cache {folder.parent} ({error.strerror or error}); set JAXSCALE_CACHE to a "

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +12,16 @@ import numpy as np
 
 from jaxscale.config import register
 from jaxscale.data.batch import Source
-from jaxscale.data.cache import cached
+from jaxscale.data.cache import cached_corpus
 from jaxscale.data.chat import TURNS, ChatTemplate
+from jaxscale.data.documents import needed
+from jaxscale.data.encoded import Document, Encoded, encode_documents
+from jaxscale.data.files import Files, check_readable, files_key, matching
+from jaxscale.data.jsonl_files import parsed
+from jaxscale.data.lines import line_pieces
 from jaxscale.data.packing import pack
-from jaxscale.data.progress import tracked
-from jaxscale.data.storage import Document
-from jaxscale.data.text import Files, file_key, matching, read_text
+from jaxscale.data.pieces import Piece
+from jaxscale.data.storage import TokenFile
 from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.errors import DataError, JaxscaleError, near
 
@@ -29,7 +31,7 @@ _FORMS = ("messages", "prompt", "completion", "tools")
 @register(name="chat_files")
 @dataclass(frozen=True)
 class ChatFiles:
-    """Conversations in JSON-lines files.
+    """Conversations in JSON-lines files, plain or compressed by gzip or Zstandard.
 
     Each line is a document, in one of two forms:
 
@@ -55,6 +57,9 @@ class ChatFiles:
     turns: str = "all"
     heldout: float = 0.05
     name: ClassVar[str] = "chat_files"
+    duplicates: ClassVar[str] = "keep"
+    processes: ClassVar[int | None] = None
+    masked: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.turns not in TURNS:
@@ -70,22 +75,49 @@ class ChatFiles:
         cache: str | Path | None = None,
     ) -> Source:
         """Return packed rows of one split; all lines are tokenized once, into the cache."""
-        if tokenizer is None:
-            raise DataError(f"corpus '{self.name}' is text and needs a tokenizer; pass ByteTokenizer().")
-        files = matching(self.glob, ".jsonl")
-        template = functools.cache(lambda: self._template(tokenizer))
+        return pack(self.prepared(tokenizer, cache).documents(split, self.heldout, self.name), packing, seq_len)
+
+    def prepared(self, tokenizer: Tokenizer | None, cache: str | Path | None = None) -> TokenFile:
+        """Return the token file of all lines, of both splits, which is prepared once, into the cache.
+
+        Args:
+          tokenizer: turns texts into token ids.
+          cache: the cache; `None` is the default (see `cache_folder`).
+
+        Raises:
+          DataError: there is no tokenizer, or a line cannot be read or tokenized.
+        """
+        tokenizer = needed(tokenizer, self.name)
         try:
-            text = template().text
+            text = self._template(tokenizer).text
         except DataError:
             text = ""  # only conversations need a template; the first one raises this error again
         opening = getattr(tokenizer, "opening", ())
-        key = hashlib.sha256(f"{file_key(files, tokenizer)} {self.turns} {text} {opening}".encode()).hexdigest()[:16]
+        key = files_key(self.files(), tokenizer.fingerprint, self.turns, text, str(opening))
+        return cached_corpus(self, key, tokenizer, cache)
 
-        def documents() -> Iterator[Document]:
-            return _documents(files, tokenizer, template, self.turns)
+    def files(self) -> Files:
+        """Return the files that match."""
+        return matching(self.glob, ".jsonl")
 
-        prepared = cached(self.name, key, documents, tokenizer, cache, masked=True)
-        return pack(prepared.documents(split, self.heldout, self.name), packing, seq_len)
+    def origin(self) -> str:
+        """Return the glob and the settings."""
+        return f"{self.glob} {self.template} {self.turns}"
+
+    def total(self) -> int:
+        """Return the bytes of all files, compressed as they are."""
+        return check_readable(self.files())
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield lines of 4 MB together."""
+        files = self.files()
+        check_readable(files)
+        return line_pieces(files)
+
+    def encode(self, piece: Piece, tokenizer: Tokenizer) -> Encoded:
+        """Tokenize the lines of a piece, with masks of the tokens to learn."""
+        template = functools.cache(lambda: self._template(tokenizer))
+        return encode_documents(_documents(piece, tokenizer, template, self.turns), tokenizer, masked=True)
 
     def token_ids(self, tokenizer: Tokenizer | None) -> int | None:
         """Return the size of the tokenizer's vocabulary.
@@ -107,25 +139,19 @@ class ChatFiles:
 
 
 def _documents(
-    files: Files, tokenizer: Tokenizer, template: Callable[[], ChatTemplate], turns: str
+    piece: Piece, tokenizer: Tokenizer, template: Callable[[], ChatTemplate], turns: str
 ) -> Iterator[Document]:
-    for name, path in tracked(files, len(files), "tokenizing"):
-        for n, line in enumerate(read_text(path).split("\n"), 1):
-            if not line.strip():
-                continue
-            try:
-                ids, learned = _tokenized(_read(line), tokenizer, template, turns)
-            except JaxscaleError as e:
-                raise DataError(f"{path}, line {n}: {e}") from e
-            yield f"{name}#{n}", ids, learned
+    for n, line in piece.records.numbered():
+        try:
+            ids, learned = _tokenized(_read(line), tokenizer, template, turns)
+        except JaxscaleError as e:
+            raise DataError(f"{piece.records.path}, line {n}: {e}") from e
+        yield f"{piece.records.name}#{n}", ids, learned
 
 
-def _read(line: str) -> Mapping[str, Any]:
-    try:
-        document = json.loads(line)
-    except ValueError as e:
-        raise DataError(f"it is not valid JSON ({e})") from None
-    keys = sorted(document) if isinstance(document, dict) else []
+def _read(line: bytes) -> Mapping[str, Any]:
+    document = parsed(line)
+    keys = sorted(document)
     if "messages" not in keys and not {"prompt", "completion"} <= set(keys):
         unknown = next((k for k in keys if k not in _FORMS), "")
         raise DataError(f"it has neither 'messages' nor 'prompt' and 'completion'{near(unknown, _FORMS)}")

@@ -45,6 +45,18 @@ class PreparedTokens:
         Raises:
           DataError: another tokenizer wrote the file, or it is damaged.
         """
+        return pack(self.prepared(tokenizer).documents(split, self.heldout), packing, seq_len)
+
+    def prepared(self, tokenizer: Tokenizer | None = None, cache: str | Path | None = None) -> TokenFile:
+        """Return the token file.
+
+        Args:
+          tokenizer: the tokenizer that must have written it; `None` is any.
+          cache: not used.
+
+        Raises:
+          DataError: another tokenizer wrote the file, or it is damaged.
+        """
         prepared = TokenFile(self.path)
         written_by = prepared.meta["tokenizer"]
         if tokenizer is not None and tokenizer.fingerprint != written_by["fingerprint"]:
@@ -52,7 +64,7 @@ class PreparedTokens:
                 f"{self.path} was written with tokenizer '{written_by['name']}' ({written_by['vocab_size']} ids), not "
                 f"with '{tokenizer.name}' ({tokenizer.vocab_size} ids); use that tokenizer or prepare the corpus again."
             )
-        return pack(prepared.documents(split, self.heldout), packing, seq_len)
+        return prepared
 
     def token_ids(self, tokenizer: Tokenizer | None) -> int | None:
         """Return the vocabulary's size of the tokenizer that wrote the file; `None` if there is no file yet.

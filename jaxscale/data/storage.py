@@ -8,8 +8,9 @@
     digests.bin     uint64, the digest of every 64 KiB of the files above, one file after another
     meta.json       dtype, counts, tokenizer, corpus, fingerprint, format, and the SHA-256 of digests.bin and of itself
 
-The folder is written under another name, `meta.json` last, and renamed when it is complete. So a folder with the right
-name is complete, even if processes were interrupted or several wrote it at once. Numbers are little-endian.
+The folder is written under another name (see writing.py), `meta.json` last, and renamed when it is complete. So a
+folder with the right name is complete, even if processes were interrupted or several wrote it at once. Numbers are
+little-endian.
 """
 
 from __future__ import annotations
@@ -19,22 +20,19 @@ import functools
 import hashlib
 import logging
 import os
-import shutil
-import socket
-import time
 import uuid
-from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from jaxtyping import Bool, Int64, Integer, UInt8, UInt64
+from jaxtyping import Int64, Integer, UInt8, UInt64
 
 from jaxscale.data.checked import CHUNK, Checked, DamagedChunk, digests_of
+from jaxscale.data.encoded import dtype_of
 from jaxscale.data.packing import Documents
-from jaxscale.data.split import name_hash, select
+from jaxscale.data.split import select
 from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.errors import DamagedFile, DataError, near
 from jaxscale.seals import DIGESTS, NEW, open_json, seal_json
@@ -45,7 +43,6 @@ FORMATS = (1, 2)
 """1: every token is learned; 2: with `learned.bin`."""
 FILES = ("tokens.bin", "documents.bin", "hashes.bin", "learned.bin")
 """Files in the order of their digests."""
-ABANDONED = 3600.0  # seconds without a write after which a partial folder is that of a crashed process
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,12 +170,12 @@ class TokenFile:
         content = hashlib.sha256()
         for part in self._parts.values():
             content.update(np.ascontiguousarray(part).data)
-        if _fingerprint(content, self.meta["tokenizer"]["fingerprint"]) != self.fingerprint:
+        if fingerprint_of(content, self.meta["tokenizer"]["fingerprint"]) != self.fingerprint:
             raise self._damaged(f"the content of {self.folder} is not what was written")
         digests = {file: digests_of(part, NEW) for file, part in self._parts.items()}
         self.meta |= {"digest": NEW}
         try:
-            _write_meta(self.folder, self.meta, digests)
+            write_meta(self.folder, self.meta, digests)
         except OSError:
             pass  # the folder is read-only: the next process that opens it computes them again
         return digests
@@ -232,7 +229,7 @@ def read_meta(folder: Path) -> tuple[dict[str, Any], bool]:
         counts = (meta["tokens"], meta["documents"], tokenizer["vocab_size"], tokenizer["eos_id"])
         valid = all(isinstance(text, str) for text in texts) and all(type(n) is int and n >= 0 for n in counts)
         valid = valid and meta["tokens"] >= meta["documents"] > 0
-        valid = valid and meta["dtype"] == _dtype_of(tokenizer["vocab_size"])
+        valid = valid and meta["dtype"] == dtype_of(tokenizer["vocab_size"])
     except (KeyError, TypeError) as error:
         raise DataError(f"{file} cannot be read (it has no {error}); {_remedy(folder)}") from None
     if not valid:
@@ -244,100 +241,21 @@ def _remedy(folder: Path) -> str:
     return f"restore it from a copy, or remove {folder} and prepare it again"
 
 
-Document = tuple[str, Integer[np.ndarray, " t"]] | tuple[str, Integer[np.ndarray, " t"], Bool[np.ndarray, " t"]]
-"""Name and token ids of a document, and optionally a mask of the tokens to learn."""
-
-
-def write_token_file(
-    folder: str | Path,
-    documents: Iterable[Document],
-    *,
-    tokenizer: Tokenizer,
-    corpus: str | None = None,
-    masked: bool = False,
-) -> TokenFile:
-    """Write documents, in order, as a token file, and open it. If an error is raised, no folder remains.
+def write_meta(folder: Path, meta: dict[str, Any], digests: dict[str, np.ndarray]) -> None:
+    """Write the digests, and then `meta.json`, which seals them; each is replaced atomically.
 
     Args:
-      folder: the folder to write, which must not exist. If another process finishes it first, that one is opened.
-      documents: names and token ids. Names are relative and decide the split. Ids have no eos, which is added here; a
-        document without ids is left out.
-      tokenizer: the tokenizer that encoded them; ids are stored as uint16 if its vocabulary fits, else as uint32.
-      corpus: name of the corpus; by default that of the folder.
-      masked: whether documents have a mask of the tokens to learn. Their ids are written unchanged: the first opens the
-        document and is only an input, and no eos is added.
-
-    Raises:
-      DataError: the folder exists, an id is outside of the vocabulary, or there is no document.
-      OSError: the folder cannot be written.
+      folder: the folder of the token file.
+      meta: the content of `meta.json`, without digests.
+      digests: the digests of each file's chunks, by the file's name, in the order of `FILES`.
     """
-    folder = Path(folder).expanduser()
-    if folder.exists():
-        raise DataError(f"{folder} already exists; remove it or write to another folder.")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(folder)
-    partial = folder.with_name(f".{folder.name}.{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.partial")
-    partial.mkdir()
-    try:
-        _write(partial, documents, tokenizer, corpus or folder.name, masked)
-        _publish(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # does not exist after it was renamed
-    return TokenFile(folder)
-
-
-def _write(folder: Path, documents: Iterable[Document], tokenizer: Tokenizer, corpus: str, masked: bool) -> None:
-    dtype = np.dtype(_dtype_of(tokenizer.vocab_size))
-    offsets, hashes, digest, learned = array("q", [0]), array("Q"), hashlib.sha256(), array("B")
-    eos = np.array([] if masked else [tokenizer.eos_id], np.int64)
-    with open(folder / "tokens.bin", "wb") as out:
-        for name, ids, *mask in documents:
-            if len(ids) <= masked:
-                continue
-            if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
-                wrong = ids.max() if ids.max() >= tokenizer.vocab_size else ids.min()
-                raise DataError(
-                    f"document '{name}' has id {wrong}, outside the vocabulary 0..{tokenizer.vocab_size - 1}."
-                )
-            data = np.concatenate([ids, eos]).astype(dtype).tobytes()
-            out.write(data)
-            digest.update(data)
-            for one in mask if masked else ():
-                learned.frombytes(one.astype(np.uint8).tobytes())
-            offsets.append(offsets[-1] + len(ids) + len(eos))
-            hashes.append(name_hash(name))
-        _sync(out)
-    if not hashes:
-        raise DataError(f"corpus '{corpus}' has no document with text in it; give at least one.")
-    others = [("documents.bin", offsets, "<i8"), ("hashes.bin", hashes, "<u8")]
-    for file, values, kind in (*others, *([("learned.bin", learned, "u1")] if masked else [])):
-        data = np.asarray(values).astype(kind).tobytes()
-        digest.update(data)
-        with open(folder / file, "wb") as out:
-            out.write(data)
-            _sync(out)
-    meta = {
-        "format": FORMATS[masked],
-        "corpus": corpus,
-        "dtype": dtype.str,
-        "tokens": offsets[-1],
-        "documents": len(hashes),
-        "tokenizer": about(tokenizer),
-        "fingerprint": _fingerprint(digest, tokenizer.fingerprint),
-    }
-    written = {file: np.memmap(folder / file, np.uint8, "r") for file in FILES if (folder / file).exists()}
-    _write_meta(folder, meta, {file: digests_of(part, NEW) for file, part in written.items()})
-
-
-def _write_meta(folder: Path, meta: dict[str, Any], digests: dict[str, np.ndarray]) -> None:
-    """Write the digests, and then `meta.json`, which seals them; each is replaced atomically."""
     every = np.concatenate(list(digests.values())).tobytes()
     meta = meta | {"digest": NEW, "digests": hashlib.sha256(every).hexdigest()}
     for file, data in {"digests.bin": every, "meta.json": seal_json(meta, indent=2).encode()}.items():
         partial = folder / f".{file}.{uuid.uuid4().hex[:8]}.partial"
         with open(partial, "wb") as out:
             out.write(data)
-            _sync(out)
+            sync(out)
         os.replace(partial, folder / file)
 
 
@@ -350,44 +268,23 @@ def about(tokenizer: Tokenizer) -> dict[str, Any]:
     return {name: getattr(tokenizer, name) for name in ("name", "fingerprint", "vocab_size", "eos_id")}
 
 
-def _dtype_of(vocab_size: int) -> str:
-    return "<u2" if vocab_size <= 2**16 else "<u4"
+def fingerprint_of(content: hashlib._Hash, tokenizer: str) -> str:
+    """Return the fingerprint of a token file, in hexadecimal.
 
-
-def _publish(partial: Path, folder: Path) -> None:
-    """Rename the folder to its final name, unless another process has written it in the meantime."""
-    try:
-        os.rename(partial, folder)
-    except OSError:
-        if not (folder / "meta.json").exists():
-            raise
-        TokenFile(folder)  # raises if the other process's folder is damaged
-        return
-    if os.name == "posix":
-        parent = os.open(folder.parent, os.O_RDONLY)
-        try:
-            os.fsync(parent)
-        finally:
-            os.close(parent)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove partial folders of killed processes: those without a write for an hour."""
-    for partial in folder.parent.glob(f".{folder.name}.*.partial"):
-        try:
-            newest = max(entry.stat().st_mtime for entry in (partial, *partial.iterdir()))
-            if time.time() - newest > ABANDONED:
-                shutil.rmtree(partial, ignore_errors=True)
-        except OSError:
-            continue  # renamed or removed in the meantime
-
-
-def _fingerprint(content: hashlib._Hash, tokenizer: str) -> str:
+    Args:
+      content: digest of its files, one after another.
+      tokenizer: fingerprint of the tokenizer.
+    """
     digest = content.copy()
     digest.update(tokenizer.encode())
     return digest.hexdigest()
 
 
-def _sync(file: IO[bytes]) -> None:
+def sync(file: IO[bytes]) -> None:
+    """Write a file's buffers to the disk.
+
+    Args:
+      file: the open file.
+    """
     file.flush()
     os.fsync(file.fileno())

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import glob as globbing
-import hashlib
-import itertools
 import re
 import sysconfig
 from collections.abc import Iterator
@@ -12,29 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
-
 from jaxscale.config import register
-from jaxscale.data.batch import Source
-from jaxscale.data.cache import cached
-from jaxscale.data.packing import pack
-from jaxscale.data.progress import tracked
-from jaxscale.data.split import name_hash, select
+from jaxscale.data.documents import TextCorpus
+from jaxscale.data.files import Files, file_identity, files_key, matching, read_text
+from jaxscale.data.pieces import PIECE, Piece
 from jaxscale.data.tokenizer import Tokenizer
-from jaxscale.errors import DataError, JaxscaleError, near
-
-Files = list[tuple[str, Path]]
-"""(relative name, path), sorted by name. The name decides the split and is the same on every machine."""
-
-_LOOK = 1000
-"""Paths to list when looking for a glob to suggest."""
+from jaxscale.errors import DataError
 
 
-@dataclass(frozen=True)
-class TextCorpus:
+class FileCorpus(TextCorpus):
     """Base of corpora whose documents are UTF-8 files; subclasses define `files`."""
-
-    name: ClassVar[str]
 
     def files(self) -> Files:
         """Return the files of the corpus.
@@ -44,48 +28,38 @@ class TextCorpus:
         """
         raise NotImplementedError
 
-    @property
-    def _heldout(self) -> float:
-        raise NotImplementedError
+    def key(self, tokenizer: Tokenizer) -> str:
+        """Return a key that changes with any file's name, path, size or modification time, and with the tokenizer."""
+        dropped = () if self.duplicates == "keep" else (self.duplicates,)
+        return files_key(self.files(), tokenizer.fingerprint, *dropped)
 
-    def source(
-        self,
-        tokenizer: Tokenizer | None,
-        *,
-        seq_len: int,
-        split: str,
-        packing: str = "stream",
-        cache: str | Path | None = None,
-    ) -> Source:
-        """Return packed rows of one split; all files, of both splits, are tokenized once, into the cache.
+    def total(self) -> int:
+        """Return the bytes of all files."""
+        return sum(path.stat().st_size for _, path in self.files())
 
-        Raises:
-          DataError: there is no tokenizer, a file is not UTF-8 text, or the split is empty.
-        """
-        if tokenizer is None:
-            raise DataError(f"corpus '{self.name}' is text and needs a tokenizer; pass ByteTokenizer().")
-        files = self.files()
-        prepared = cached(self.name, file_key(files, tokenizer), lambda: _tokenized(files, tokenizer), tokenizer, cache)
-        return pack(prepared.documents(split, self._heldout, self.name), packing, seq_len)
+    def pieces(self) -> Iterator[Piece]:
+        """Yield consecutive files of 4 MB together, or one larger file."""
+        some: Files = []
+        size = 0
+        for name, path in self.files():
+            if some and size + path.stat().st_size > PIECE:
+                yield _piece(some, size)
+                some, size = [], 0
+            some.append((name, path))
+            size += path.stat().st_size
+        yield _piece(some, size)
 
-    def token_ids(self, tokenizer: Tokenizer | None) -> int | None:
-        """Return the size of the tokenizer's vocabulary.
+    def texts_of(self, piece: Piece) -> Iterator[tuple[str, str]]:
+        """Yield the names and texts of the files of a piece."""
+        return ((name, read_text(path)) for name, path in piece.records)
 
-        Args:
-          tokenizer: the tokenizer.
-        """
-        return None if tokenizer is None else tokenizer.vocab_size
+    def place(self, piece: Piece, name: str) -> str:
+        """Return the path of a document's file."""
+        return str(dict(piece.records)[name])
 
-    def texts(self, split: str = "train") -> Iterator[str]:
-        """Return the documents of one split as text.
 
-        Args:
-          split: "train" or "heldout".
-        """
-        files = self.files()
-        hashes = np.array([name_hash(name) for name, _ in files], np.uint64)
-        in_split = select(hashes, split, self._heldout, self.name)
-        return (read_text(path) for (_, path), chosen in zip(files, in_split, strict=True) if chosen)
+def _piece(files: Files, size: int) -> Piece:
+    return Piece("".join(file_identity(*file) for file in files), files, size, size)
 
 
 # Tests (unusual code, and missing in many distributions), installed packages, and files that are tables and not code:
@@ -100,7 +74,7 @@ _PER_MACHINE = re.compile(r"^(_sysconfigdata|sitecustomize|usercustomize|config-
 
 @register(name="python_stdlib")
 @dataclass(frozen=True)
-class PythonStdlib(TextCorpus):
+class PythonStdlib(FileCorpus):
     """The source of the running Python's standard library: about 9 MB of code, on every machine, without a download.
 
     Tests, files that are tables and not code, and files written when Python was installed are left out.
@@ -112,9 +86,9 @@ class PythonStdlib(TextCorpus):
     heldout: float = 0.05
     name: ClassVar[str] = "python_stdlib"
 
-    @property
-    def _heldout(self) -> float:
-        return self.heldout
+    def origin(self) -> str:
+        """Return the folder of the library."""
+        return sysconfig.get_paths()["stdlib"]
 
     def files(self) -> Files:
         """Return the library's modules."""
@@ -132,107 +106,30 @@ def _is_code(name: str) -> bool:
 
 @register(name="text_files")
 @dataclass(frozen=True)
-class TextFiles(TextCorpus):
+class TextFiles(FileCorpus):
     """UTF-8 files that match a glob; each file is a document.
 
     Args:
       glob: pattern of the files, with `~`, `*` and `**`. A document's name, which decides its split, is its path below
         the folder above the first wildcard.
       heldout: fraction of files held out; a single file is never divided, so it has no held-out part.
+      duplicates: whether to "keep" or "drop" files with the content of an earlier one.
+      processes: number of processes that tokenize; `None` is one for each core.
+
+    Raises:
+      DataError: `duplicates` or `processes` does not exist.
     """
 
     glob: str
     heldout: float = 0.05
+    duplicates: str = "keep"
+    processes: int | None = None
     name: ClassVar[str] = "text_files"
 
-    @property
-    def _heldout(self) -> float:
-        return self.heldout
+    def origin(self) -> str:
+        """Return the glob."""
+        return self.glob
 
     def files(self) -> Files:
         """Return the files that match."""
         return matching(self.glob)
-
-
-def _suggestion(root: Path, suffix: str) -> str:
-    """Return the end of an error about a glob that matches no file below `root`: what is there, or a glob that does."""
-    if not root.is_dir():
-        folders = [str(p) for p in root.parent.glob("*") if p.is_dir()]
-        return f"(there is no folder {root}){near(str(root), folders)}"
-    first = itertools.islice(root.rglob("*"), _LOOK)
-    visible = [p for p in first if not any(part.startswith(".") for part in p.relative_to(root).parts)]
-    suffixes = sorted({p.suffix for p in visible if p.is_file()} - {""})
-    if suffix in suffixes:
-        return f"(the folder exists); give a glob such as '{root}/**/*{suffix}'"
-    contents = (
-        f"its files end in {', '.join(suffixes[:8])}" if suffixes else f"none of its files has a suffix like {suffix}"
-    )
-    return f"(the folder {root} exists; {contents})"
-
-
-def matching(glob: str, suffix: str = ".txt") -> Files:
-    """Return the files that match a glob.
-
-    Args:
-      glob: the pattern, with `~`, `*` and `**`.
-      suffix: suffix of a suggested glob in the error.
-
-    Raises:
-      DataError: no file matches.
-    """
-    pattern = str(Path(glob).expanduser())
-    paths = [path for match in globbing.glob(pattern, recursive=True) if (path := Path(match)).is_file()]
-    root = _fixed_part(pattern)
-    if not paths:
-        raise DataError(f"no file matches '{glob}' {_suggestion(root, suffix)}")
-    return sorted((path.relative_to(root).as_posix(), path) for path in paths)
-
-
-def _fixed_part(pattern: str) -> Path:
-    """Return the folder above the first wildcard, or above the file if there is no wildcard."""
-    parts = Path(pattern).parts
-    wild = next((i for i, part in enumerate(parts) if globbing.has_magic(part)), len(parts) - 1)
-    return Path(*parts[:wild])
-
-
-def _tokenized(files: Files, tokenizer: Tokenizer) -> Iterator[tuple[str, np.ndarray]]:
-    for name, path in tracked(files, len(files), "tokenizing"):
-        text = read_text(path)
-        try:
-            ids = tokenizer.encode(text)
-        except JaxscaleError as error:
-            raise DataError(f"cannot tokenize {path}: {error}") from error
-        yield name, ids
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file.
-
-    Args:
-      path: the file.
-
-    Raises:
-      DataError: it cannot be read, or is not UTF-8.
-    """
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8 text (byte {error.start}); convert it or narrow the glob to text files."
-        ) from error
-    except OSError as error:
-        raise DataError(f"cannot read {path} ({error.strerror}); make it readable or narrow the glob.") from error
-
-
-def file_key(files: Files, tokenizer: Tokenizer) -> str:
-    """Return a key that changes with any file's name, path, size or modification time, and with the tokenizer.
-
-    Args:
-      files: the files.
-      tokenizer: the tokenizer.
-    """
-    digest = hashlib.sha256(tokenizer.fingerprint.encode())
-    for name, path in files:
-        stat = path.stat()
-        digest.update(f"\0{name}\0{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()[:16]

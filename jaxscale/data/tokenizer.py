@@ -23,7 +23,7 @@ from jaxscale.errors import DataError, near
 if TYPE_CHECKING:
     import tokenizers
 
-    from jaxscale.data.text import TextCorpus
+    from jaxscale.data.documents import TextCorpus
 
 END_OF_TEXT = "<|endoftext|>"
 EOS_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
@@ -324,6 +324,23 @@ class HFTokenizer:
         with self._guarded("cannot encode a text"):
             return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
+    def encode_batch(self, texts: list[str]) -> list[Int32[np.ndarray, " t"]]:
+        """Return the token ids of each text, as `encode` does; faster, and on several threads.
+
+        Args:
+          texts: the texts.
+
+        Raises:
+          DataError: one of them cannot be encoded.
+        """
+        with self._guarded("cannot encode a text"):
+            encode = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)
+            return [np.array(one.ids, np.int32) for one in encode(texts, add_special_tokens=False)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle has: the file's content, and nothing that was made of it."""
+        return {name: value for name, value in vars(self).items() if name in ("path", "eos", "_content")}
+
     def spans(self, text: str, *, aliased: bool = False) -> tuple[Int32[np.ndarray, " t"], Int64[np.ndarray, "t 2"]]:
         """Return token ids, and the span of characters (from, to) of each; special tokens in the text are special.
 
@@ -387,7 +404,7 @@ def train_bpe(corpus: TextCorpus | Iterable[str], vocab_size: int, path: str | P
     The only special token is `<|endoftext|>`, id 0.
 
     Args:
-      corpus: a corpus of text files, of which the train split is read; or texts.
+      corpus: a corpus of texts, of which the train split is read; or texts.
       vocab_size: number of tokens, at least 257 (the bytes and the end of text).
       path: the file to write.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -25,10 +27,29 @@ def folder(tmp_path_factory):
     return root
 
 
-@pytest.fixture(params=["stream", "fit", "mixture"])
-def source(request, folder):
+def _written(folder, root, kind):
+    """The texts of `folder` as a corpus of another kind."""
+    rows = [{"name": path.name, "text": path.read_text()} for path in sorted(folder.iterdir())]
+    if kind == "jsonl":
+        (root / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return data.jsonl_files(f"{root}/*.jsonl", id="name", heldout=0.2)
+    table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
+    if kind == "parquet":
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(table, root / "a.parquet", row_group_size=7)
+        return data.parquet_files(f"{root}/*.parquet", id="name", heldout=0.2)
+    pytest.importorskip("datasets").Dataset(table).save_to_disk(str(root / "saved"))
+    return data.hf_dataset(str(root / "saved"), id="name", heldout=0.2)
+
+
+@pytest.fixture(params=["stream", "fit", "mixture", "jsonl", "parquet", "hf"])
+def source(request, folder, tmp_path):
     """One source of each kind, 32 tokens a row."""
     text = data.text_files(f"{folder}/*.txt", heldout=0.2)
+    if request.param in ("jsonl", "parquet", "hf"):
+        written = _written(folder, tmp_path, request.param)
+        return written.source(data.ByteTokenizer(), seq_len=32, split="train", packing="fit")
     if request.param != "mixture":
         return text.source(data.ByteTokenizer(), seq_len=32, split="train", packing=request.param)
     other = data.synthetic(256, documents=20, length=40)

@@ -14,6 +14,7 @@ from typing import NoReturn
 from jaxscale.commands import (
     checkpoint,
     coordcheck,
+    data,
     eval,
     explain,
     export,
@@ -41,8 +42,8 @@ from jaxscale.version import __version__
 from pallas_kernels.errors import KernelError
 
 COMMANDS = (
-    new, train, launch, sweep, laws, explain, plan, coordcheck, sample, eval, serve, import_, merge, export, report,
-    checkpoint, replay,
+    new, data, train, launch, sweep, laws, explain, plan, coordcheck, sample, eval, serve, import_, merge, export,
+    report, checkpoint, replay,
     schedule, microbench, settings,
 )  # fmt: skip
 """Modules of the commands, in the order of `--help`."""
@@ -56,6 +57,7 @@ Train, sample, explain and plan sharded models.
 A configuration is a gin file; any binding in it can be changed from here:
 
   jaxscale new my_study
+  jaxscale data experiments/demo.gin
   jaxscale train experiments/demo.gin --devices 8
   jaxscale train experiments/demo.gin --gin.train.steps=50 --mesh "data=2,tensor=4" --devices 8
   jaxscale train --resume runs/demo-1

@@ -12,6 +12,7 @@ that does nothing else. With `--memory` it also prepares 2 GB and reports the pe
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import random
@@ -78,7 +79,14 @@ def report(args: argparse.Namespace, runs: dict[str, list[dict[str, Any]]], memo
         ratios = {"wall_ratio": vars(wall), "cpu_ratio": vars(cpu)}
         rows.append({"row": name, "tokens_per_cpu_second": rate, "seconds": seconds, **ratios})
     settings = {name: getattr(args, name) for name in ("megabytes", "rounds", "processes", "gigabytes")}
-    result = {**measure.facts("cpu"), "settings": {**settings, "load": os.getloadavg()}, "rows": rows, "runs": runs}
+    libraries = {name: importlib.metadata.version(name) for name in ("tokenizers", "datasets", "pyarrow")}
+    result = {
+        **measure.facts("cpu"),
+        "libraries": libraries,
+        "settings": {**settings, "load": os.getloadavg()},
+        "rows": rows,
+        "runs": runs,
+    }
     measure.write("prepare", result | {"memory": memory})
     cells = [
         [LABELS[r["row"]], f"{r['tokens_per_cpu_second']:,.0f}", f"{r['seconds']:.1f}",

@@ -244,20 +244,20 @@ def _show(subject: Subject, args: argparse.Namespace) -> int:
     for name in ("documents", "rows"):
         if getattr(args, name) < 0:
             raise ConfigError(f"--{name} {getattr(args, name)}: use 0 or more")
-    shown: list[dict[str, Any]] = []
+    described: list[dict[str, Any]] = []
     for part, share in _parts(subject.corpus):
         file = _prepared(part, subject.tokenizer)
         about = {"corpus": part.name, "share": share, "folder": None if file is None else str(file.folder)}
         if file is not None:
             about["statistics"] = statistics(file, subject.seq_len)
             about["documents"] = tables.first_documents(file, args.documents, subject.tokenizer)
-        shown.append(about)
+        described.append(about)
     source = subject.corpus.source(subject.tokenizer, seq_len=subject.seq_len, split="train", packing=subject.packing)
     rows = []
     if args.rows:
         rows = tables.rows_of(Loader(source, args.rows, subject.seed).batch_at(0), subject.tokenizer)
     if args.json:
-        print(json.dumps({"corpora": shown, "rows": rows}, indent=1, default=tables.as_json))
+        print(json.dumps({"corpora": described, "rows": rows}, indent=1, default=tables.as_json))
     else:
-        tables.show(shown, rows, subject, source)
+        tables.show(described, rows, subject, source)
     return 0

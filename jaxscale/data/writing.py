@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from jaxscale.data.checked import digests_of
+from jaxscale.data.checked import CHUNK, digests_of
 from jaxscale.data.encoded import TEXT_DIGEST, Document, Encoded, dtype_of, encode_documents
 from jaxscale.data.journal import Counts
 from jaxscale.data.storage import FILES, FORMATS, TokenFile, about, fingerprint_of, sync, write_meta
@@ -29,7 +29,7 @@ ABANDONED = 3600.0
 TEXTS = "texts.bin"
 """Digests of the documents' texts, while duplicates are dropped; not a part of the finished token file."""
 
-_BUFFER = 2**20
+_BUFFER = 16 * CHUNK
 
 
 def write_token_file(
@@ -150,10 +150,7 @@ class TokenWriter:
         content, digests = hashlib.sha256(), {}
         for name in FILES:
             if name in self._files:
-                data = np.memmap(self.folder / name, np.uint8, "r")
-                for start in range(0, len(data), _BUFFER):
-                    content.update(data[start : start + _BUFFER].data)
-                digests[name] = digests_of(data, NEW)
+                digests[name] = np.concatenate([np.zeros(0, "<u8"), *self._read_again(name, content)])
         meta = {
             "format": FORMATS[self.masked],
             "corpus": corpus,
@@ -166,6 +163,13 @@ class TokenWriter:
         }
         write_meta(self.folder, meta, digests)
         (self.folder / TEXTS).unlink(missing_ok=True)
+
+    def _read_again(self, name: str, content: hashlib._Hash) -> Iterator[np.ndarray]:
+        """Add a file to a digest of all, and yield the digests of its chunks; not mapped, which would fill memory."""
+        with open(self.folder / name, "rb") as file:
+            while data := file.read(_BUFFER):
+                content.update(data)
+                yield digests_of(np.frombuffer(data, np.uint8), NEW)
 
 
 def file_sizes(counts: Counts, vocab_size: int, masked: bool, with_texts: bool) -> dict[str, int]:

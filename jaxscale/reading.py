@@ -87,8 +87,13 @@ def read_text(path: Path, errors: str = "strict") -> str:
         OSError: as `read_bytes`.
         ValueError: it is not UTF-8, and `errors` is "strict".
     """
+    return decoded(read_bytes(path), errors)
+
+
+def decoded(data: bytes, errors: str = "strict") -> str:
+    """Decode UTF-8; arguments and `ValueError` as of `read_text`."""
     try:
-        return read_bytes(path).decode("utf-8", errors)
+        return data.decode("utf-8", errors)
     except UnicodeDecodeError as e:
         raise ValueError(f"byte {e.start} is not UTF-8") from None
 

@@ -183,7 +183,7 @@ def pairs(folder: Path, layouts: dict[str, js.Layout | None]) -> list[tuple[str,
         saved = js.train.Checkpoints(folder / hashlib.sha256(name.encode()).hexdigest()[:8])
         saved.save(state, blueprint.algorithm.infos(blueprint), {})
         saved.close()
-        wrong += [(name, "disk")] if on_disk(saved.folder / "0") != want else []
+        wrong += [(name, "disk")] if on_disk(saved.place.path / "0") != want else []
         for other, target in blueprints.items():
             got = saved.restore(0, target.abstract_state(), target.shardings())
             if {k: np.asarray(x).tobytes() for k, x in flatten(got).items()} != want:

@@ -70,8 +70,7 @@ def _list(checkpoints: Checkpoints, steps: list[int], args: argparse.Namespace) 
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
-    folders = [p for p in checkpoints.folder.iterdir() if p.is_dir()]
-    others = sorted(p.name for p in folders if p.name[0].isdecimal() and "." in p.name)
+    others = checkpoints.place.unfinished()
     if others:
         print(f"not finished, or set aside: {', '.join(others)}")
     return 0
@@ -169,9 +168,12 @@ def _verify_checkpoints(checkpoints: Checkpoints, steps: list[int]) -> int:
 def _convert(checkpoints: Checkpoints, steps: list[int], args: argparse.Namespace) -> int:
     from jaxscale.train.checkpoints.convert import convert
     from jaxscale.train.checkpoints.migrate import SCHEMA
+    from jaxscale.train.checkpoints.places import DiskPlace
     from jaxscale.train.folders import lock
 
-    folder = checkpoints.folder
+    if not isinstance(checkpoints.place, DiskPlace):
+        raise CheckpointError(f"{checkpoints.place} is in a bucket, where all checkpoints have the newest schema")
+    folder = checkpoints.place.path
     with lock(folder.parent):
         for step in steps:
             try:
@@ -189,7 +191,7 @@ def _export(checkpoints: Checkpoints, steps: list[int], args: argparse.Namespace
 
     if args.out is None:
         raise CheckpointError("name the folder to write, such as --out demo-orbax")
-    count = to_orbax(checkpoints.folder / str(steps[-1]), Path(args.out))
+    count = to_orbax(checkpoints.place.finished(steps[-1]), Path(args.out))
     print(f"checkpoint {steps[-1]}: wrote {count} arrays to {args.out}, for Orbax's StandardCheckpointer")
     return 0
 

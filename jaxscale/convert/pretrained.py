@@ -217,7 +217,7 @@ def _write(run: Run, source: Arrays, infos: Any, shardings: Any) -> None:
         "data": None,
     }
     session = run.info["id"][:8]
-    Save(store.folder, session, manifest, arrays, 0, 1, 1, None, True, Journal(run.path / _JOURNAL)).run()
+    Save(store.place, session, manifest, arrays, 0, 1, 1, None, True, Journal(run.path / _JOURNAL)).run()
 
 
 def _finish(run: Run, status: str) -> None:

@@ -234,9 +234,9 @@ def test_a_folder_that_is_there_is_left_as_it_is(folder, tmp_path):
 
 
 def test_an_interrupted_import_goes_on(folder, tmp_path, monkeypatch):
-    from jaxscale.train.checkpoints import write
+    from jaxscale.train.checkpoints import places, write
 
-    real, written = write.write_file, []
+    real, written = places.write_file, []
 
     def stop_at_ten(path, data):
         if len(written) == 10:
@@ -244,13 +244,13 @@ def test_an_interrupted_import_goes_on(folder, tmp_path, monkeypatch):
         written.append(path)
         real(path, data)
 
-    monkeypatch.setattr(write, "write_file", stop_at_ten)
+    monkeypatch.setattr(places, "write_file", stop_at_ten)
     monkeypatch.setattr(write, "THREADS", 1)
     with pytest.raises(CheckpointError, match="No space left"):
         import_checkpoint(folder, tmp_path / "run")
     assert js.load(str(tmp_path / "run")).checkpoints.steps() == []
     again = []
-    monkeypatch.setattr(write, "write_file", lambda path, data: (again.append(path), real(path, data)))
+    monkeypatch.setattr(places, "write_file", lambda path, data: (again.append(path), real(path, data)))
     messages = []
     import_checkpoint(folder, tmp_path / "run", say=messages.append)
     assert "continuing it" in messages[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
@@ -31,6 +32,9 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
     chunked = manifest["arrays"] == "chunks"
     if chunked != (manifest["digest"] is not None):
         raise ValueError(f"digest is {_short(manifest['digest'])} of {manifest['arrays']}")
+    folder = manifest.get("folder", "")
+    if not isinstance(folder, str) or not re.fullmatch("([0-9a-f]{8}/)?", folder):
+        raise ValueError(f"folder is {_short(folder)}, and is a session's id with a slash")
     leaves = manifest["leaves"]
     for name, leaf in leaves.items():
         parts = name.split("/")

@@ -9,9 +9,9 @@ from pathlib import Path
 from jaxscale.errors import DamagedCheckpoint
 from jaxscale.train.checkpoints import digest, places
 from jaxscale.train.checkpoints.chunks import as_bytes, chunk_shape, chunks_in, whole, zarr_json
-from jaxscale.train.checkpoints.manifest import FILE, read_manifest
+from jaxscale.train.checkpoints.manifest import read_manifest
+from jaxscale.train.checkpoints.places import MANIFEST, write_file
 from jaxscale.train.checkpoints.read import FOLDER, dtype_named, open_arrays
-from jaxscale.train.checkpoints.write import write_file
 
 _OLD = ("arrays", "manifest", "_CHECKPOINT_METADATA", "commit_success.txt")
 """Files of a checkpoint of schema 1."""
@@ -53,8 +53,8 @@ def convert(path: Path) -> bool:
         for fault in open_arrays(path, new).faults():
             raise DamagedCheckpoint(f"{fault}, right after it was converted; the old files are unchanged")
         places.sync_folders(path)
-        write_file(path / f"{FILE}.writing", digest.sealed(new).encode())
-        os.replace(path / f"{FILE}.writing", path / FILE)
+        write_file(path / f"{MANIFEST}.writing", digest.sealed(new).encode())
+        os.replace(path / f"{MANIFEST}.writing", path / MANIFEST)
         places.sync(path)
     for name in _OLD:  # also if an earlier conversion was killed before this
         if (path / name).is_dir():

@@ -8,17 +8,18 @@ from typing import Any
 from jaxscale.errors import CheckpointError
 from jaxscale.train.checkpoints.chunks import whole
 from jaxscale.train.checkpoints.manifest import read_manifest
+from jaxscale.train.checkpoints.places import Files
 from jaxscale.train.checkpoints.read import open_arrays
 
 
-def to_orbax(path: Path, out: Path) -> int:
+def to_orbax(files: Files, out: Path) -> int:
     """Write a checkpoint as a nested dict of arrays with Orbax's `StandardCheckpointer`, all of it in host memory.
 
     Every chunk's digest is checked. Names are split at slashes: `params/embed/weight` becomes
     `{"params": {"embed": {"weight": ...}}}`.
 
     Args:
-      path: the checkpoint's folder.
+      files: the checkpoint's files.
       out: a folder that does not exist yet.
 
     Returns:
@@ -32,8 +33,8 @@ def to_orbax(path: Path, out: Path) -> int:
 
     if out.exists():
         raise CheckpointError(f"{out} already exists; name another folder")
-    manifest = read_manifest(path)
-    arrays = open_arrays(path, manifest)
+    manifest = read_manifest(files)
+    arrays = open_arrays(files, manifest)
     tree: dict[str, Any] = {}
     for name, leaf in manifest["leaves"].items():
         *folders, last = name.split("/")

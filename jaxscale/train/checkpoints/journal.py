@@ -6,9 +6,8 @@ import json
 import threading
 from pathlib import Path
 
-import numpy as np
-
 from jaxscale.train.checkpoints.digest import DIGESTS, NEW
+from jaxscale.train.checkpoints.places import Files
 
 
 class Journal:
@@ -29,18 +28,22 @@ class Journal:
                 continue
             self._digests[name, key] = digest
 
-    def recorded(self, name: str, key: str, file: Path) -> str | None:
+    def recorded(self, name: str, key: str, files: Files, file: str) -> str | None:
         """Return the digest of a chunk that was recorded before, if `file` still has that digest; else `None`.
 
         Args:
           name: the array.
           key: the chunk's file name.
+          files: the unfinished checkpoint's files.
           file: the chunk's file.
         """
         digest = self._digests.get((name, key))
-        if digest is None or not file.is_file():
+        if digest is None:
             return None
-        return digest if DIGESTS[NEW](np.fromfile(file, np.uint8)) == digest else None
+        try:
+            return digest if DIGESTS[NEW](files.read(file)) == digest else None
+        except OSError:
+            return None
 
     def record(self, name: str, key: str, digest: str) -> None:
         """Record that a chunk is on disk.

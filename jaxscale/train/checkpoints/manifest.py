@@ -10,7 +10,6 @@ It is written last, with its own SHA-256. It is a dict of
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale import reading
+from jaxscale.buckets import BucketError
 from jaxscale.errors import CheckpointError, DamagedCheckpoint
 from jaxscale.layout.tensors import path_name
 from jaxscale.optim import is_quantized
@@ -28,50 +28,49 @@ from jaxscale.train.checkpoints.check import check_manifest
 from jaxscale.train.checkpoints.chunks import HostArray
 from jaxscale.train.checkpoints.digest import unsealed
 from jaxscale.train.checkpoints.migrate import SCHEMA, migrated
+from jaxscale.train.checkpoints.places import MANIFEST, OLD_MANIFEST, DiskFiles, Files
 
 Tree = Any
 Manifest = dict[str, Any]
-FILE = "manifest.json"
-OLD_FILE = "manifest/metadata"
-"""The manifest of schema 1, which Orbax wrote."""
 
 
-def is_finished(path: Path) -> bool:
-    """Whether a folder is a finished checkpoint: finishing renames it to its step's number."""
-    return re.fullmatch("0|[1-9][0-9]{0,15}", path.name) is not None and path.is_dir()
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Read the manifest in a checkpoint's folder, migrated to the newest schema.
+def read_manifest(checkpoint: Files | Path) -> Manifest:
+    """Read the manifest of a checkpoint, migrated to the newest schema.
 
     Args:
-      path: the checkpoint's folder.
+      checkpoint: the checkpoint's files, or its folder on a disk.
 
     Raises:
       DamagedCheckpoint: it is missing, not what was written, or of another step.
       CheckpointError: its schema is newer than this version.
     """
-    what = f"checkpoint {path.name} in {path.parent}"
-    old = not (path / FILE).exists() and (path / OLD_FILE).exists()
-    file = path / (OLD_FILE if old else FILE)
+    files = DiskFiles(checkpoint) if isinstance(checkpoint, Path) else checkpoint
+    what = f"checkpoint {files.step} in {files.folder}"
     try:
-        manifest = reading.read_json(file) if old else unsealed(reading.read_text(file))
+        old = not files.has(MANIFEST) and files.has(OLD_MANIFEST)
+        file = OLD_MANIFEST if old else MANIFEST
+        text = reading.decoded(files.read(file).tobytes())
+        manifest = reading.parse_json(text) if old else unsealed(text)
+        if not isinstance(manifest, dict):
+            raise ValueError("it is not a JSON object")
         reading.check_depth(manifest)
         schema = manifest.get("schema")
         if not reading.is_whole(schema, 1):
             raise ValueError(f"schema is {reading.clipped(repr(schema))}")
+    except BucketError as e:  # nothing is known about the checkpoint
+        raise CheckpointError(f"{e.strerror}") from None
     except (OSError, ValueError, RecursionError) as e:
-        raise DamagedCheckpoint(f"{what} has no readable manifest: {file.relative_to(path.parent)}: {e}") from None
+        raise DamagedCheckpoint(f"{what} has no readable manifest: {files.step}/{file}: {e}") from None
     if schema > SCHEMA:
         raise CheckpointError(f"{what} has schema {schema}, but this version reads up to {SCHEMA}; update jaxscale")
-    manifest = migrated({**manifest, "step": int(path.name)} if old else manifest)
-    if manifest.get("step") != int(path.name):
+    manifest = migrated({**manifest, "step": int(files.step)} if old else manifest)
+    if manifest.get("step") != int(files.step):
         step = reading.clipped(repr(manifest.get("step")))
-        raise DamagedCheckpoint(f"{what} is of step {step} according to {file.relative_to(path.parent)}")
+        raise DamagedCheckpoint(f"{what} is of step {step} according to {files.step}/{file}")
     try:
         check_manifest(manifest)
     except ValueError as e:
-        raise DamagedCheckpoint(f"{what} has no readable manifest: {file.relative_to(path.parent)}: {e}") from None
+        raise DamagedCheckpoint(f"{what} has no readable manifest: {files.step}/{file}: {e}") from None
     return manifest
 
 

@@ -8,13 +8,14 @@ import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from jaxscale import reading
-from jaxscale.errors import DamagedCheckpoint
+from jaxscale.buckets import BucketError
+from jaxscale.errors import CheckpointError, DamagedCheckpoint
 from jaxscale.train.checkpoints.chunks import (
     Region,
     chunks_in,
@@ -26,6 +27,7 @@ from jaxscale.train.checkpoints.chunks import (
     zarr_json,
 )
 from jaxscale.train.checkpoints.digest import digest_named
+from jaxscale.train.checkpoints.places import DiskFiles, Files
 
 Manifest = dict[str, Any]
 
@@ -60,12 +62,13 @@ class ChunkedArrays:
     """Arrays with a file and a digest per chunk (schema 2).
 
     Args:
-      path: the checkpoint's folder.
+      files: the checkpoint's files.
       manifest: its manifest.
     """
 
-    def __init__(self, path: Path, manifest: Manifest):
-        self._path, self._leaves = path, manifest["leaves"]
+    def __init__(self, files: Files, manifest: Manifest):
+        self._files, self._leaves = files, manifest["leaves"]
+        self._folder = manifest.get("folder", "") + FOLDER
         self._digest_name = manifest["digest"]
         self._digest = digest_named(manifest["digest"])
         self._pool = ThreadPoolExecutor(THREADS)  # starts threads when it is first used
@@ -80,7 +83,7 @@ class ChunkedArrays:
             for key_and_place in chunks_in(region, chunk):
                 users.setdefault(key_and_place, []).append(region)
         for key, _ in users:
-            self._open(name, key).close()  # check that files exist before allocating memory
+            self._check_size(name, key)  # check that files exist before allocating memory
         out = {region: np.empty(shape_of(region), dtype) for region in unique}
 
         def fill(item: tuple[tuple[str, Region], list[Region]]) -> None:
@@ -97,9 +100,8 @@ class ChunkedArrays:
     def faults(self) -> Iterator[str]:
         """See `Arrays`."""
         for name, leaf in self._leaves.items():
-            about = self._path / FOLDER / name / "zarr.json"
             try:
-                text = reading.read_text(about)
+                text = reading.decoded(self._files.read(f"{self._folder}/{name}/zarr.json").tobytes())
             except (OSError, ValueError) as e:
                 text = str(e)
             if text != zarr_json(leaf):
@@ -110,26 +112,28 @@ class ChunkedArrays:
                 except DamagedCheckpoint as e:
                     yield str(e)
 
-    def _open(self, name: str, key: str) -> IO[bytes]:
+    def _check_size(self, name: str, key: str) -> None:
         leaf = self._leaves[name]
         size = math.prod(leaf["chunk"]) * dtype_named(leaf["dtype"]).itemsize
         try:
-            file = reading.open_file(self._path / FOLDER / name / key)
+            actual = self._files.size(f"{self._folder}/{name}/{key}")
         except OSError as e:
-            why = "is missing" if isinstance(e, FileNotFoundError) else f"cannot be read: {e.strerror}"
-            raise DamagedCheckpoint(self._sentence(name, key, why)) from None
-        actual = os.fstat(file.fileno()).st_size
-        if actual != size:
-            file.close()
+            raise self._unreadable(name, key, e) from None
+        if actual not in (size, -1):
             raise DamagedCheckpoint(self._sentence(name, key, f"has {actual} bytes and was written with {size}"))
-        return file
+
+    def _unreadable(self, name: str, key: str, e: OSError) -> CheckpointError:
+        if isinstance(e, BucketError):  # nothing is known about the file
+            return CheckpointError(f"{e.strerror}")
+        why = "is missing" if isinstance(e, FileNotFoundError) else f"cannot be read: {e.strerror}"
+        return DamagedCheckpoint(self._sentence(name, key, why))
 
     def _chunk(self, name: str, key: str) -> np.ndarray:
+        self._check_size(name, key)
         try:
-            with self._open(name, key) as file:
-                data = np.fromfile(file, np.uint8)
+            data = self._files.read(f"{self._folder}/{name}/{key}")
         except OSError as e:
-            raise DamagedCheckpoint(self._sentence(name, key, f"cannot be read: {e.strerror}")) from None
+            raise self._unreadable(name, key, e) from None
         digest, written = self._digest(data), self._leaves[name]["files"].get(key)
         if digest != written:
             was = reading.clipped(str(written))
@@ -139,19 +143,27 @@ class ChunkedArrays:
 
     def _sentence(self, name: str, key: str, why: str) -> str:
         file, array = reading.clipped(key), reading.clipped(name)
-        return f"checkpoint {self._path.name} in {self._path.parent}: the file {file} of the array {array} {why}"
+        return f"checkpoint {self._files.step} in {self._files.folder}: the file {file} of the array {array} {why}"
 
 
 class OrbaxArrays:
     """Arrays as Orbax wrote them (schema 1): Zarr 2 in TensorStore's OCDBT, without digests of values.
 
     Args:
-      path: the checkpoint's folder.
+      files: the checkpoint's files, on a disk.
       manifest: its manifest.
+
+    Raises:
+      CheckpointError: it is in a bucket, which no version that wrote this schema could do.
     """
 
-    def __init__(self, path: Path, manifest: Manifest):
-        self._path, self._leaves = path, manifest["leaves"]
+    def __init__(self, files: Files, manifest: Manifest):
+        if not isinstance(files, DiskFiles):
+            raise CheckpointError(
+                f"checkpoint {files.step} in {files.folder} is of schema 1, which is read from a disk only; copy the "
+                "run to one, convert it with jaxscale checkpoint convert, and copy it back"
+            )
+        self._path, self._leaves = files.path, manifest["leaves"]
 
     def read(self, name: str, regions: Iterable[Region]) -> dict[Region, np.ndarray]:
         """See `Arrays`; only damage that TensorStore itself detects is detected."""
@@ -184,14 +196,15 @@ ARRAYS: dict[str, Any] = {"chunks": ChunkedArrays, "orbax": OrbaxArrays}
 """Readers, by the manifest's "arrays"."""
 
 
-def open_arrays(path: Path, manifest: Manifest) -> Arrays:
+def open_arrays(checkpoint: Files | Path, manifest: Manifest) -> Arrays:
     """Open the arrays of a checkpoint.
 
     Args:
-      path: the checkpoint's folder.
+      checkpoint: the checkpoint's files, or its folder on a disk.
       manifest: its manifest, whose "arrays" names the format.
     """
-    return ARRAYS[manifest["arrays"]](path, manifest)
+    files = DiskFiles(checkpoint) if isinstance(checkpoint, Path) else checkpoint
+    return ARRAYS[manifest["arrays"]](files, manifest)
 
 
 def place(

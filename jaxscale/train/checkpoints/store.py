@@ -20,10 +20,11 @@ from jaxscale.optim import convert_state, raise_zeros
 from jaxscale.step.guards import memory_saved
 from jaxscale.step.state import TrainState
 from jaxscale.train import agree
-from jaxscale.train.checkpoints import digest, places
+from jaxscale.train.checkpoints import digest
 from jaxscale.train.checkpoints.chunks import HostArray, to_host
 from jaxscale.train.checkpoints.manifest import Manifest, check_same, flatten, leaves_of, read_manifest
 from jaxscale.train.checkpoints.migrate import SCHEMA
+from jaxscale.train.checkpoints.places import DiskPlace, place_of
 from jaxscale.train.checkpoints.precision import as_saved, has_lost_moments
 from jaxscale.train.checkpoints.read import Arrays, open_arrays, place
 from jaxscale.train.checkpoints.write import Save
@@ -43,7 +44,7 @@ class Checkpoints:
     never loaded.
 
     Args:
-      folder: where checkpoints are; made when the first one is saved.
+      folder: where checkpoints are, on a disk or in a bucket; made when the first one is saved.
       keep: how many of the newest checkpoints to keep.
       keep_every: also keep checkpoints whose step is a multiple of this, or `None`.
       run: the run's id; loading a checkpoint of another run raises `DamagedCheckpoint`.
@@ -52,16 +53,21 @@ class Checkpoints:
     def __init__(
         self, folder: str | Path, *, keep: int = 3, keep_every: int | None = None, run: str | None = None
     ):  # fmt: skip
-        self.folder = Path(folder).absolute()
+        self.place = place_of(folder)
         self.run = run
         self._keep, self._keep_every = keep, keep_every
         self._session: str | None = None
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
 
+    @property
+    def folder(self) -> Path | str:
+        """The folder of a disk, or the URL of one in a bucket."""
+        return self.place.path if isinstance(self.place, DiskPlace) else str(self.place)
+
     def steps(self) -> list[int]:
         """Return the steps with a finished checkpoint, ascending."""
-        return places.finished(self.folder)
+        return self.place.steps()
 
     def save(self, state: TrainState, infos: dict[str, Tree], about: dict[str, Any]) -> None:
         """Start writing `state`; returns once its arrays may be overwritten.
@@ -98,7 +104,7 @@ class Checkpoints:
         facts = {"schema": SCHEMA, "step": step, "run": self.run, "arrays": "chunks", "digest": digest.NEW}
         saved = {**facts, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **about}
         job = Save(
-            self.folder,
+            self.place,
             self._session,
             saved,
             arrays,
@@ -129,7 +135,7 @@ class Checkpoints:
             return
         if isinstance(failure, CheckpointError):
             raise failure
-        raise CheckpointError(f"a checkpoint could not be written into {self.folder}: {failure!r}") from failure
+        raise CheckpointError(f"a checkpoint could not be written into {self.place}: {failure!r}") from failure
 
     def wait(self) -> None:
         """Block until the current save is on disk.
@@ -159,11 +165,11 @@ class Checkpoints:
         have = self.steps()
         if step not in have:
             known = ", ".join(map(str, have)) or "none"
-            raise CheckpointError(f"there is no finished checkpoint {step} in {self.folder}; finished are: {known}")
-        manifest = read_manifest(self.folder / str(step))
+            raise CheckpointError(f"there is no finished checkpoint {step} in {self.place}; finished are: {known}")
+        manifest = read_manifest(self.place.finished(step))
         if self.run is not None and manifest["run"] not in (None, self.run):
             raise DamagedCheckpoint(
-                f"checkpoint {step} in {self.folder} is not of this run: its manifest names run {manifest['run']}, "
+                f"checkpoint {step} in {self.place} is not of this run: its manifest names run {manifest['run']}, "
                 f"and this is run {self.run}"
             )
         return manifest
@@ -177,7 +183,7 @@ class Checkpoints:
         Raises:
           CheckpointError: see `manifest`.
         """
-        return open_arrays(self.folder / str(step), self.manifest(step))
+        return open_arrays(self.place.finished(step), self.manifest(step))
 
     def restore(
         self,
@@ -279,8 +285,7 @@ class Checkpoints:
         """
         for step in self.steps():
             if step > after:
-                word = os.urandom(4).hex()
-                (self.folder / str(step)).rename(places.renamed(self.folder, step, "damaged", word))
+                self.place.set_aside(step)
 
     def _first_undamaged(
         self, step: int | None, read: Callable[[Manifest, Arrays], T], say: Callable[[str], None]
@@ -294,9 +299,9 @@ class Checkpoints:
             try:
                 manifest = self.manifest(one)
                 if manifest["digest"] is None:
-                    say(f"checkpoint {one} in {self.folder} is of schema {manifest['written']}, which has no digests: "
+                    say(f"checkpoint {one} in {self.place} is of schema {manifest['written']}, which has no digests: "
                         "its values are loaded unchecked")  # fmt: skip
-                results.append(read(manifest, open_arrays(self.folder / str(one), manifest)))
+                results.append(read(manifest, open_arrays(self.place.finished(one), manifest)))
             except CheckpointError as e:
                 fault, hopeless = str(e), not isinstance(e, DamagedCheckpoint)
             # processes read different chunks, and one may not see the folder
@@ -308,9 +313,9 @@ class Checkpoints:
             if one != steps[-1] and jax.process_index() == 0:
                 log.warning("%s; going back to the checkpoint before it", fault)
         if not steps:
-            raise CheckpointError(f"there is no finished checkpoint in {self.folder}")
+            raise CheckpointError(f"there is no finished checkpoint in {self.place}")
         if len(steps) > 1:
-            raise DamagedCheckpoint(f"all checkpoints in {self.folder} are damaged; the oldest: {fault}")
+            raise DamagedCheckpoint(f"all checkpoints in {self.place} are damaged; the oldest: {fault}")
         raise DamagedCheckpoint(fault)
 
 

@@ -1,33 +1,33 @@
 """Write a checkpoint: each process its chunks, then process 0 the manifest, and then the rename that finishes it.
 
-Processes communicate through files in the unfinished folder, which needs no device, no collective and no main thread,
-and none waits longer than `PATIENCE`.
+Processes communicate through files of the unfinished checkpoint, which needs no device, no collective and no main
+thread, and none waits longer than `PATIENCE`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxscale.errors import CheckpointError
-from jaxscale.train.checkpoints import digest, places
+from jaxscale.train.checkpoints import digest
 from jaxscale.train.checkpoints.chunks import HostArray, as_bytes, zarr_json
 from jaxscale.train.checkpoints.journal import Journal
-from jaxscale.train.checkpoints.manifest import FILE, Manifest
+from jaxscale.train.checkpoints.manifest import Manifest
+from jaxscale.train.checkpoints.places import MANIFEST, Files, Place
 from jaxscale.train.checkpoints.read import FOLDER, THREADS
 
 PATIENCE = 600.0
 """Seconds that a process waits for the others to write their chunks."""
 
-Files = dict[str, dict[str, str]]
+Digests = dict[str, dict[str, str]]
 """Digests, by array and file name."""
 
 
@@ -36,7 +36,7 @@ class Save:
     """Writes one checkpoint.
 
     Args:
-      folder: the run's checkpoints.
+      place: the folder of the run's checkpoints.
       session: id of this execution of the program, the same on all processes.
       manifest: the manifest, without digests of chunks.
       arrays: this process's shards, by name of array.
@@ -48,7 +48,7 @@ class Save:
       journal: records written chunks, so that an interrupted save of the same session does not write them again.
     """
 
-    folder: Path
+    place: Place
     session: str
     manifest: Manifest
     arrays: dict[str, HostArray]
@@ -64,10 +64,10 @@ class Save:
         """The checkpoint's step."""
         return self.manifest["step"]
 
-    @property
-    def partial(self) -> Path:
-        """Path of the checkpoint until it is finished."""
-        return places.renamed(self.folder, self.step, "partial", self.session)
+    @functools.cached_property
+    def files(self) -> Files:
+        """The checkpoint's files until it is finished."""
+        return self.place.begin(self.step, self.session)
 
     def run(self) -> None:
         """Write the checkpoint.
@@ -79,7 +79,7 @@ class Save:
         try:
             try:
                 if main and self.begin:
-                    places.take(self.folder, self.session)
+                    self.place.take(self.session)
                 self._write_message("", json.dumps(self._write_chunks()))
                 if main:
                     self._finish()
@@ -91,71 +91,65 @@ class Save:
             self._abandon(str(e))
             raise
         if main:
-            places.expire(self.folder, self.keep, self.keep_every, self.session)
+            self.place.expire(self.keep, self.keep_every, self.session)
 
-    def _write_chunks(self) -> Files:
-        for name in self.arrays:
-            (self.partial / FOLDER / name).mkdir(parents=True, exist_ok=True)
+    def _write_chunks(self) -> Digests:
         jobs = [(name, key, data) for name, array in self.arrays.items() for key, data in array.chunks()]
         abouts = self.manifest["leaves"].items() if self.process == 0 else ()
         with ThreadPoolExecutor(THREADS) as pool:
             digests = list(pool.map(self._write_chunk, jobs))
             list(pool.map(self._write_about, abouts))
-        files: Files = {}
+        files: Digests = {}
         for (name, key, _), chunk_digest in zip(jobs, digests, strict=True):
             files.setdefault(name, {})[key] = chunk_digest
         return files
 
     def _write_chunk(self, job: tuple[str, str, np.ndarray]) -> str:
         name, key, piece = job
-        file = self.partial / FOLDER / name / key
-        recorded = self.journal.recorded(name, key, file) if self.journal is not None else None
+        file = f"{FOLDER}/{name}/{key}"
+        recorded = self.journal.recorded(name, key, self.files, file) if self.journal is not None else None
         if recorded is not None:
             return recorded
         data = as_bytes(piece)  # a copy if it is not contiguous; made here, so that few exist at a time
         chunk_digest = digest.DIGESTS[self.manifest["digest"]](data)  # of the memory, to detect errors of the disk
-        write_file(file, data)
+        self.files.write(file, data)
         if self.journal is not None:
             self.journal.record(name, key, chunk_digest)
         return chunk_digest
 
     def _write_about(self, item: tuple[str, dict[str, Any]]) -> None:
         name, leaf = item
-        write_file(self.partial / FOLDER / name / "zarr.json", zarr_json(leaf).encode())
+        self.files.write(f"{FOLDER}/{name}/zarr.json", zarr_json(leaf).encode())
 
     def _finish(self) -> None:
-        files: Files = {}
+        files: Digests = {}
         for process in range(self.processes):
             for name, digests in json.loads(self._await_digests(process)).items():
                 files.setdefault(name, {}).update(digests)
         leaves = {name: {**leaf, "files": files.get(name, {})} for name, leaf in self.manifest["leaves"].items()}
-        write_file(self.partial / FILE, digest.sealed({**self.manifest, "leaves": leaves}).encode())
-        for process in range(self.processes):
-            (self.partial / f"process-{process}").unlink()
-        places.check_taken(self.folder, self.session)
-        places.publish(self.folder, self.step, self.session)
+        where = {"folder": folder} if (folder := self.place.subfolder(self.session)) else {}
+        manifest = digest.sealed({**self.manifest, **where, "leaves": leaves}).encode()
+        self.place.publish(self.step, self.session, manifest)
 
     def _write_message(self, suffix: str, text: str) -> None:
-        path = self.partial / f"process-{self.process}{suffix}"
-        write_file(path.with_name(f"{path.name}.writing"), text.encode())
-        path.with_name(f"{path.name}.writing").rename(path)
+        self.files.message(f"process-{self.process}{suffix}", text)
 
     def _await_digests(self, process: int) -> str:
-        path = self.partial / f"process-{process}"
+        name = f"process-{process}"
         for _ in _waits(PATIENCE):
-            if path.exists():
-                return path.read_text()
-            failed = path.with_name(f"{path.name}.failed")
-            if failed.exists():
-                raise CheckpointError(failed.read_text() or self._sentence(f"process {process} could not write"))
+            if self.files.has(name):
+                return self.files.read(name).tobytes().decode()
+            if self.files.has(f"{name}.failed"):
+                why = self.files.read(f"{name}.failed").tobytes().decode()
+                raise CheckpointError(why or self._sentence(f"process {process} could not write"))
         raise CheckpointError(self._sentence(f"process {process} did not write its chunks within {PATIENCE:.0f} s"))
 
     def _await_finish(self) -> None:
-        final = self.folder / str(self.step)
+        finished = self.place.finished(self.step)
         for _ in _waits(PATIENCE):
-            if final.exists():
+            if finished.has(MANIFEST):
                 return
-            if not self.partial.exists() and not final.exists():
+            if self.place.is_abandoned(self.step, self.session):
                 raise CheckpointError(self._sentence("process 0 failed; see its error"))
         raise CheckpointError(self._sentence(f"process 0 did not finish it within {PATIENCE:.0f} s"))
 
@@ -164,25 +158,19 @@ class Save:
             return
         try:
             if self.process == 0:  # the others notice that the folder is gone
-                self.partial.rename(places.renamed(self.folder, self.step, "failed", self.session))
+                self.place.abandon(self.step, self.session)
             else:
                 self._write_message(".failed", why)
         except OSError:
             pass  # the folder is gone, or the disk fails again
-        places.discard(self.folder, self.step, "failed", self.session)
 
     def _sentence(self, why: str) -> str:
-        done = places.finished(self.folder)
+        try:
+            done = self.place.steps()
+        except OSError:
+            done = []  # the server does not answer
         older = f"; finished checkpoints are unchanged: {', '.join(map(str, done))}" if done else ""
-        return f"could not write checkpoint {self.step} into {self.folder}: {why}{older}"
-
-
-def write_file(path: Path, data: Any) -> None:
-    """Write a file and wait until it is on disk."""
-    with path.open("wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
+        return f"could not write checkpoint {self.step} into {self.place}: {why}{older}"
 
 
 def _waits(seconds: float) -> Iterator[None]:

@@ -1,0 +1,267 @@
+"""Folders of buckets, `s3://` and `gs://`: objects are read, written, listed and deleted through TensorStore.
+
+Credentials are found as TensorStore finds them: for S3 the variables AWS_ACCESS_KEY_ID and so on, the files in
+`~/.aws`, or the machine's role; for Google Cloud Storage application default credentials. AWS_ENDPOINT_URL names
+another server that speaks S3's protocol, STORAGE_EMULATOR_HOST an emulator of Google's. None is written anywhere.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+SCHEMES = ("s3", "gs")
+THREADS = 16
+"""Requests at a time of one call that reads or writes many objects."""
+
+RETRIES = {"max_retries": 8, "initial_delay": "250ms", "max_delay": "16s"}
+"""How often TensorStore repeats a request that failed for a reason that may pass; after about a minute it gives up."""
+
+PATIENCE = 900.0
+"""Seconds after which a request, its repetitions included, counts as failed."""
+
+_URL = re.compile(r"^(s3|gs):/{1,2}([^/]+)/?(.*)$")  # pathlib makes one slash of two
+_ABSENT = b"\x02"
+"""TensorStore's generation of an object that does not exist."""
+
+_DENIED = re.compile(
+    r"AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|InvalidToken|TokenRefreshRequired|"
+    r"PERMISSION_DENIED|UNAUTHENTICATED|http_response_code='40[13]'|SIGNING_NO_CREDENTIALS|no credentials"
+)
+_MISSING_BUCKET = re.compile(r"NoSuchBucket|NOT_FOUND|http_response_code='404'")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_CONFLICT = re.compile(r"generation|PreconditionFailed|ConditionalRequestConflict", re.IGNORECASE)
+
+T = TypeVar("T")
+
+
+def is_url(path: str | Path) -> bool:
+    """Whether a path is the URL of a folder or object in a bucket."""
+    return _URL.match(str(path)) is not None
+
+
+def normalized(path: str | Path) -> str:
+    """Return a URL with two slashes after its scheme and none at its end.
+
+    Args:
+      path: a URL, or one that `pathlib` has changed to `s3:/bucket/...`.
+    """
+    match = _URL.match(str(path))
+    assert match is not None, path
+    scheme, bucket, key = match.groups()
+    return f"{scheme}://{bucket}/{key}".rstrip("/")
+
+
+class BucketError(OSError):
+    """A request to a bucket failed; `strerror` is a sentence that says why."""
+
+
+class Bucket:
+    """A folder of a bucket. Keys are relative to it.
+
+    Args:
+      url: such as "s3://bucket/runs/demo"; the folder need not exist.
+
+    Raises:
+      BucketError: the URL is not valid.
+    """
+
+    def __init__(self, url: str | Path):
+        self.url = normalized(url)
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __repr__(self) -> str:
+        return f"Bucket({self.url!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Bucket, (self.url,)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Bucket) and other.url == self.url
+
+    def __hash__(self) -> int:
+        return hash(self.url)
+
+    def folder(self, name: str) -> Bucket:
+        """Return a folder in this one.
+
+        Args:
+          name: its path, relative to this folder.
+        """
+        return Bucket(f"{self.url}/{name}")
+
+    def read(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
+        """Return an object's bytes, or those from `start` to `stop`.
+
+        Args:
+          key: the object.
+          start: first byte; `None` is 0.
+          stop: byte after the last; `None` is the end.
+
+        Raises:
+          FileNotFoundError: there is no such object.
+          BucketError: the request failed.
+        """
+        span = None if start is None and stop is None else slice(start, stop)
+        result = self._wait(lambda kv: kv.read(key, byte_range=span), f"reading {key}")
+        if result.state != "value":
+            raise FileNotFoundError(errno.ENOENT, "it does not exist", f"{self.url}/{key}")
+        return bytes(result.value)
+
+    def changed(self, key: str, generation: str | None) -> tuple[bytes, str] | None:
+        """Return an object's bytes and generation, or `None` if it still has `generation` or does not exist.
+
+        Args:
+          key: the object.
+          generation: the generation that is known already, from an earlier call.
+
+        Raises:
+          BucketError: the request failed.
+        """
+        known = bytes.fromhex(generation) if generation and generation.strip("0") else None  # emulators have only zeros
+        result = self._wait(lambda kv: kv.read(key, if_not_equal=known), f"reading {key}")
+        return (bytes(result.value), result.stamp.generation.hex()) if result.state == "value" else None
+
+    def exists(self, key: str) -> bool:
+        """Whether there is an object; raises as `read`."""
+        return self._wait(lambda kv: kv.read(key, byte_range=slice(0, 0)), f"reading {key}").state == "value"
+
+    def write(self, key: str, data: bytes | bytearray | memoryview, *, new: bool = False) -> str:
+        """Write an object; returns its generation once it is stored. An object is never seen half written.
+
+        Args:
+          key: the object.
+          data: its bytes.
+          new: whether to fail if it exists already.
+
+        Raises:
+          FileExistsError: `new`, and it exists.
+          BucketError: the request failed.
+        """
+        content = bytes(data)
+        condition = _ABSENT if new else None
+        stamp = self._wait(lambda kv: kv.write(key, content, if_equal=condition), f"writing {key}")
+        if new and not stamp.generation:  # it exists, perhaps since an earlier try of this request was carried out
+            try:
+                mine = self.read(key) == content
+            except FileNotFoundError:
+                mine = False
+            if not mine:
+                raise FileExistsError(errno.EEXIST, "it exists already, written by another process", f"{self}/{key}")
+        return stamp.generation.hex()
+
+    def delete(self, key: str) -> None:
+        """Delete an object, if it exists; raises as `read`."""
+        self._wait(lambda kv: kv.write(key, None), f"deleting {key}")
+
+    def delete_folder(self, name: str) -> None:
+        """Delete all objects whose key begins with `name` and a slash; raises as `read`."""
+        for _ in self.each(self.delete, self.list(f"{name}/")):
+            pass
+
+    def list(self, prefix: str = "") -> list[str]:
+        """Return the keys that begin with `prefix`, sorted.
+
+        Args:
+          prefix: beginning of the keys.
+
+        Raises:
+          BucketError: the request failed, for instance since there is no such bucket.
+        """
+        import tensorstore as ts
+
+        last = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
+        keys = self._wait(lambda kv: kv.list(ts.KvStore.KeyRange(prefix, last)), "listing it")
+        return sorted(key for key in map(bytes.decode, keys) if key.startswith(prefix))  # emulators may return others
+
+    def each(self, call: Callable[..., T], *items: Iterable[Any]) -> Iterable[T]:
+        """Call a function for many objects, several at a time, and return the results in order.
+
+        Args:
+          call: the function.
+          *items: its arguments, as for `map`.
+        """
+        with ThreadPoolExecutor(THREADS) as pool:
+            yield from pool.map(call, *items)
+
+    def check(self) -> None:
+        """Check that the bucket exists and can be read.
+
+        Raises:
+          BucketError: it does not, or cannot.
+        """
+        self.list("\x7f-none")
+
+    @functools.cached_property
+    def _kv(self) -> Any:
+        return _open(self.url)
+
+    def _wait(self, request: Callable[[Any], Any], doing: str) -> Any:
+        try:
+            return request(self._kv).result(timeout=PATIENCE)
+        except (ValueError, RuntimeError, NotImplementedError, TimeoutError, KeyError) as e:
+            raise self._error(e, doing) from None
+
+    def _error(self, e: Exception, doing: str) -> BucketError:
+        text = str(e) or type(e).__name__
+        scheme, bucket = self.url.split("/")[0], self.url.split("/")[2]
+        code = _CODE.search(text)
+        first = text.splitlines()[0]
+        short = code[1] if code else first[:200]
+        if _DENIED.search(text):
+            why, number = f"access is denied ({short}); check or renew the credentials ({_WHERE[scheme]})", errno.EACCES
+        elif "retry attempts failed" in text or isinstance(e, TimeoutError):
+            why, number = f"the server does not answer ({short})", errno.EIO
+        elif _MISSING_BUCKET.search(text):
+            why, number = f"there is no bucket {scheme}//{bucket}; create it first", errno.ENOENT
+        else:
+            why, number = short, errno.EIO
+        return BucketError(number, f"{self.url}: {doing}: {why}", self.url)
+
+
+_WHERE = {
+    "s3:": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "gs:": "GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login",
+}
+
+_environment = threading.Lock()
+
+
+def _open(url: str) -> Any:
+    """Open TensorStore's key-value store of a folder."""
+    with _environment:
+        # a server that sends nothing for a minute counts as lost, and the request is repeated
+        os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "60")
+        os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
+        emulator = os.environ.get("STORAGE_EMULATOR_HOST")
+        if emulator:
+            os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", emulator)
+    import tensorstore as ts
+
+    match = _URL.match(url)
+    assert match is not None
+    scheme, bucket, key = match.groups()
+    spec: dict[str, Any] = {"bucket": bucket, "path": f"{key}/" if key else ""}
+    driver = spec["driver"] = {"s3": "s3", "gs": "gcs"}[scheme]
+    if scheme == "s3":
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"} if endpoint else {}
+        spec |= {"aws_region": region} if region else {}
+        # asked for by name, since the default chain prints an error for each file in ~/.aws that is missing
+        if os.environ.get("AWS_ACCESS_KEY_ID"):
+            spec["aws_credentials"] = {"type": "environment"}
+    spec["context"] = {f"{driver}_request_retries": RETRIES}
+    try:
+        return ts.KvStore.open(spec).result()
+    except (ValueError, RuntimeError) as e:
+        raise BucketError(errno.EINVAL, f"{url} cannot be opened: {str(e).splitlines()[0][:200]}", url) from None

@@ -75,6 +75,7 @@ class Bucket:
 
     def __init__(self, url: str | Path):
         self.url = normalized(url)
+        self._prefix = "".join(part + "/" for part in self.url.split("/")[3:])
 
     def __str__(self) -> str:
         return self.url
@@ -112,7 +113,7 @@ class Bucket:
           BucketError: the request failed.
         """
         span = None if start is None and stop is None else slice(start, stop)
-        result = self._wait(lambda kv: kv.read(key, byte_range=span), f"reading {key}")
+        result = self._wait(lambda kv: kv.read(self._prefix + key, byte_range=span), f"reading {key}")
         if result.state != "value":
             raise FileNotFoundError(errno.ENOENT, "it does not exist", f"{self.url}/{key}")
         return bytes(result.value)
@@ -128,12 +129,14 @@ class Bucket:
           BucketError: the request failed.
         """
         known = bytes.fromhex(generation) if generation and generation.strip("0") else None  # emulators have only zeros
-        result = self._wait(lambda kv: kv.read(key, if_not_equal=known), f"reading {key}")
+        result = self._wait(lambda kv: kv.read(self._prefix + key, if_not_equal=known), f"reading {key}")
         return (bytes(result.value), result.stamp.generation.hex()) if result.state == "value" else None
 
     def exists(self, key: str) -> bool:
         """Whether there is an object; raises as `read`."""
-        return self._wait(lambda kv: kv.read(key, byte_range=slice(0, 0)), f"reading {key}").state == "value"
+        nothing = slice(0, 0)
+        result = self._wait(lambda kv: kv.read(self._prefix + key, byte_range=nothing), f"reading {key}")
+        return result.state == "value"
 
     def write(self, key: str, data: bytes | bytearray | memoryview, *, new: bool = False) -> str:
         """Write an object; returns its generation once it is stored. An object is never seen half written.
@@ -149,7 +152,7 @@ class Bucket:
         """
         content = bytes(data)
         condition = _ABSENT if new else None
-        stamp = self._wait(lambda kv: kv.write(key, content, if_equal=condition), f"writing {key}")
+        stamp = self._wait(lambda kv: kv.write(self._prefix + key, content, if_equal=condition), f"writing {key}")
         if new and not stamp.generation:  # it exists, perhaps since an earlier try of this request was carried out
             try:
                 mine = self.read(key) == content
@@ -161,7 +164,7 @@ class Bucket:
 
     def delete(self, key: str) -> None:
         """Delete an object, if it exists; raises as `read`."""
-        self._wait(lambda kv: kv.write(key, None), f"deleting {key}")
+        self._wait(lambda kv: kv.write(self._prefix + key, None), f"deleting {key}")
 
     def delete_folder(self, name: str) -> None:
         """Delete all objects whose key begins with `name` and a slash; raises as `read`."""
@@ -179,9 +182,11 @@ class Bucket:
         """
         import tensorstore as ts
 
-        last = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
-        keys = self._wait(lambda kv: kv.list(ts.KvStore.KeyRange(prefix, last)), "listing it")
-        return sorted(key for key in map(bytes.decode, keys) if key.startswith(prefix))  # emulators may return others
+        first = self._prefix + prefix
+        last = first[:-1] + chr(ord(first[-1]) + 1) if first else ""
+        keys = self._wait(lambda kv: kv.list(ts.KvStore.KeyRange(first, last)), "listing it")
+        within = [key for key in map(bytes.decode, keys) if key.startswith(first)]  # emulators return others, too
+        return sorted(key[len(self._prefix) :] for key in within)
 
     def each(self, call: Callable[..., T], *items: Iterable[Any]) -> Iterable[T]:
         """Call a function for many objects, several at a time, and return the results in order.
@@ -201,13 +206,9 @@ class Bucket:
         """
         self.list("\x7f-none")
 
-    @functools.cached_property
-    def _kv(self) -> Any:
-        return _open(self.url)
-
     def _wait(self, request: Callable[[Any], Any], doing: str) -> Any:
         try:
-            return request(self._kv).result(timeout=PATIENCE)
+            return request(_open(*self.url.split("/")[0:3:2])).result(timeout=PATIENCE)
         except (ValueError, RuntimeError, NotImplementedError, TimeoutError, KeyError) as e:
             raise self._error(e, doing) from None
 
@@ -236,8 +237,12 @@ _WHERE = {
 _environment = threading.Lock()
 
 
-def _open(url: str) -> Any:
-    """Open TensorStore's key-value store of a folder."""
+@functools.cache
+def _open(scheme: str, bucket: str) -> Any:
+    """Open TensorStore's key-value store of a bucket.
+
+    All of the bucket: TensorStore aborts the process if a server lists keys outside of the folder it was asked for.
+    """
     with _environment:
         # a server that sends nothing for a minute counts as lost, and the request is repeated
         os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "60")
@@ -247,12 +252,9 @@ def _open(url: str) -> Any:
             os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", emulator)
     import tensorstore as ts
 
-    match = _URL.match(url)
-    assert match is not None
-    scheme, bucket, key = match.groups()
-    spec: dict[str, Any] = {"bucket": bucket, "path": f"{key}/" if key else ""}
-    driver = spec["driver"] = {"s3": "s3", "gs": "gcs"}[scheme]
-    if scheme == "s3":
+    driver = {"s3:": "s3", "gs:": "gcs"}[scheme]
+    spec: dict[str, Any] = {"driver": driver, "bucket": bucket}
+    if driver == "s3":
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
         spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"} if endpoint else {}
@@ -264,4 +266,5 @@ def _open(url: str) -> Any:
     try:
         return ts.KvStore.open(spec).result()
     except (ValueError, RuntimeError) as e:
-        raise BucketError(errno.EINVAL, f"{url} cannot be opened: {str(e).splitlines()[0][:200]}", url) from None
+        why = str(e).splitlines()[0][:200]
+        raise BucketError(errno.EINVAL, f"{scheme}//{bucket} cannot be opened: {why}", bucket) from None

@@ -265,4 +265,4 @@ def continuing(run: Run) -> str:
     if own.is_dir() and not (own / "tokenizer.json").is_file():
         print("jaxscale: there is no tokenizer.json: the model takes token ids and not text", file=sys.stderr)
         return f"in Python, js.load({str(run.path)!r}).generate([1, 2, 3]).ids"
-    return f"jaxscale sample {run.path} --prompt ...{imports_of(run)}"
+    return f"jaxscale sample {run.place} --prompt ...{imports_of(run)}"

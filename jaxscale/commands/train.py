@@ -121,12 +121,12 @@ def _next_steps(run: Run, config: TrainConfig) -> str:
     stopped = run.info.get("status") == "stopped"
     own = imports_of(run)
     more = "" if stopped else f" --gin.train.steps={config.steps * 2}"
-    look = f"report {run.path}" if no_texts(config) else f'sample {run.path} --prompt "class "{own}'
+    look = f"report {run.place}" if no_texts(config) else f'sample {run.place} --prompt "class "{own}'
     picture = "loss.png, " if (run.path / "loss.png").exists() else ""
     return (
-        f"the run is in {run.path}: {picture}metrics.jsonl, config.gin, run.json, checkpoints/\n"
+        f"the run is in {run.place}: {picture}metrics.jsonl, config.gin, run.json, checkpoints/\n"
         f"next steps:\n"
         f"  {name} {look}\n"
-        f"  {name} train --resume {run.path}{more}{simulated}{own}\n"
-        f'  {name} explain {run.path} --mesh "{mesh}"{own}'
+        f"  {name} train --resume {run.place}{more}{simulated}{own}\n"
+        f'  {name} explain {run.place} --mesh "{mesh}"{own}'
     )

@@ -113,10 +113,10 @@ def export_target(
     """
     model = run.config.model
     if not isinstance(model, TransformerConfig):
-        raise CheckpointError(f"{run.path} has a {type(model).__name__}, but only a Transformer can be exported")
+        raise CheckpointError(f"{run.place} has a {type(model).__name__}, but only a Transformer can be exported")
     if not model.causal:
         raise CheckpointError(
-            f"{run.path} has bidirectional attention (Bidirectional), but every family that we export to is "
+            f"{run.place} has bidirectional attention (Bidirectional), but every family that we export to is "
             "causal; use the module that Run.model() returns"
         )
     if dtype is not None and dtype not in PRECISIONS:
@@ -143,7 +143,7 @@ class _Blocks:
             return
         manifest = run.checkpoints.manifest(step)
         self._leaves = {k: v for k, v in manifest["leaves"].items() if k.startswith(f"{part}/")}
-        check_same(self._leaves, every, f"checkpoint {step} of {run.path}")
+        check_same(self._leaves, every, f"checkpoint {step} of {run.place}")
         self._arrays = run.checkpoints.arrays(step)
 
     def read(self, name: str, region: Region) -> np.ndarray:
@@ -188,7 +188,7 @@ def _write_companions(run: Run, out: Path, say: Callable[[str], None]) -> None:
     tokenizer = run.config.tokenizer
     if not isinstance(tokenizer, HFTokenizer):
         kind = type(tokenizer).__name__
-        say(f"{out}: no tokenizer.json was written: that format cannot express the {kind} of {run.path}")
+        say(f"{out}: no tokenizer.json was written: that format cannot express the {kind} of {run.place}")
         return
     file = Path(tokenizer.path).expanduser()
     text = (file / "tokenizer.json" if file.is_dir() else file).read_text(encoding="utf-8")

@@ -64,7 +64,7 @@ def export_adapters(
     out = Path(out)
     lora = run.config.adapters
     if not isinstance(lora, LoRA):
-        raise RunError(f"{run.path} has no adapters; leave out --adapters to export its weights")
+        raise RunError(f"{run.place} has no adapters; leave out --adapters to export its weights")
     chosen, model, _, _ = export_target(run, family or _family(run), dtype)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out} already exists; name another folder")

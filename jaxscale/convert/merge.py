@@ -60,7 +60,7 @@ def merge(run: Run, out: str | Path, *, step: int | None = None, layout: Layout 
         lost = write_config(path, config, STEP)
         if lost:
             raise RunError(
-                f"{run.path} has settings that came from Python: {', '.join(lost)}; call merge from that program"
+                f"{run.place} has settings that came from Python: {', '.join(lost)}; call merge from that program"
             )
         own: dict[str, Any] = {"id": os.urandom(8).hex(), **about(config, "")}
         del own["data"], own["loss"]  # this run was not trained

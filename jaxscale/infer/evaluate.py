@@ -189,7 +189,7 @@ def _lines(file: str | Path, lines: str) -> Iterable[str]:
 def _heldout(run: Run) -> Iterable[Document]:
     config = run.config
     if run.info.get("status") == "imported":
-        raise DataError(f"{run.path} is imported and has no held-out documents; name text files")
+        raise DataError(f"{run.place} is imported and has no held-out documents; name text files")
     source = config.data.source(config.tokenizer, seq_len=config.seq_len, split="heldout", packing=config.packing)
     documents = getattr(source, "documents", None)
     if not isinstance(documents, Documents):

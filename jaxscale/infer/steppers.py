@@ -71,7 +71,7 @@ def stepper_of(
         small = load_model(draft, loaded.layout, generation=True, length=length)
         if small.layout != loaded.layout:
             raise ConfigError(
-                f"the draft is in memory on {small.layout}, and {run.path} is on one device; pass a layout"
+                f"the draft is in memory on {small.layout}, and {run.place} is on one device; pass a layout"
             )
         return WithDraft(loaded, small, draft_tokens=draft_tokens, **common)
     why = why_no_cache(loaded)
@@ -85,6 +85,6 @@ def _check_same_tokenizer(run: Run, draft: Run) -> None:
     own, other = run.tokenizer, draft.tokenizer
     if own.fingerprint != other.fingerprint:
         raise ConfigError(
-            f"the draft {draft.path} has the tokenizer '{other.name}' ({other.vocab_size} ids) and {run.path} has "
+            f"the draft {draft.place} has the tokenizer '{other.name}' ({other.vocab_size} ids) and {run.place} has "
             f"'{own.name}' ({own.vocab_size} ids); a draft must have the same tokenizer"
         )

@@ -22,6 +22,7 @@ from jaxscale.sweep.outcomes import Outcome
 from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.files import read_json, write_json
 from jaxscale.train.metrics import read_metrics
+from jaxscale.working_copy import inside
 
 
 def run_job(job: Job, fit: Callable[..., Any] = fit, **options: Any) -> None:
@@ -112,7 +113,7 @@ def _state(steps: int, target: int, last: int) -> str:
 
 
 def _steps(folder: Path) -> int:
-    return max(Checkpoints(folder / "checkpoints").steps(), default=0)
+    return max(Checkpoints(inside(folder, "checkpoints")).steps(), default=0)
 
 
 def _reached(folder: Path) -> int:

@@ -21,6 +21,7 @@ from jaxscale.train.report import Reporter
 from jaxscale.train.run import RunFolder, read_config
 from jaxscale.train.signals import stop_signals
 from jaxscale.train.watchdog import preparing
+from jaxscale.working_copy import local, mirrored
 
 
 def fit(
@@ -42,7 +43,8 @@ def fit(
     Args:
       config: the settings; or pass them by name: `fit(model=..., layout=..., data=..., steps=200)`. Settings that are
         not passed have their default, or when resuming the value in the run's `config.gin`.
-      run: the run's folder; by default a new one, `runs/<name>-<n>`. An existing run is never overwritten.
+      run: the run's folder, or its URL in a bucket (`s3://bucket/runs/demo`, `gs://...`); by default a new one,
+        `runs/<name>-<n>`. An existing run is never overwritten.
       resume: `True` continues from the newest checkpoint in `run`, on any layout. "newest" does so if there is one, in
         `run` or else in the newest unfinished `runs/<name>-<n>` with these settings, and starts a new run otherwise.
       name: prefix of new run folders.
@@ -62,7 +64,7 @@ def fit(
       JaxscaleError: the settings are invalid or do not fit together; raised before anything is compiled or written.
     """
     if config is None and resume is True and run is not None:
-        config = read_config(Path(run), replaced=settings)
+        config = read_config(run, replaced=settings)
     config = _settings(config, settings)
     config = settled(config) if resume is not True else config if run is None else RunFolder(run).as_left(config)
     check_profile(profile, config)
@@ -73,7 +75,7 @@ def fit(
         prepared = prepare(config)
         if config.start is not None and (resume is not True or config.keeps_start):
             config.start.check(prepared.blueprint.of_model().infos)
-        path = None if run is None else Path(run)
+        path = None if run is None else local(run, update=jax.process_index() == 0)
         folder, resuming, lock = choose_folder(config, path, resume, name, reporter.say)
     out = RunFolder(folder, config)
     with contextlib.ExitStack() as stack:
@@ -82,6 +84,7 @@ def fit(
         if config.layout is not None:
             stack.enter_context(config.layout)
         signals = stack.enter_context(stop_signals())
+        out.mirror = stack.enter_context(mirrored(folder, out.is_main))
         Loop(config, prepared, out, reporter, profile, until or config.steps, signals, stop, services).train(resuming)
     return out
 

@@ -15,6 +15,7 @@ from jaxscale.step.config import TrainConfig
 from jaxscale.train import agree
 from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.files import CONFIG, INFO, read_gin, read_json
+from jaxscale.working_copy import as_named, inside, url_of
 
 
 def choose_folder(
@@ -46,7 +47,8 @@ def choose_folder(
     choice = agree.broadcast(choice)
     if choice[1] == "error":
         raise RunError(choice[0])
-    return Path(choice[0]), choice[1] == "resume", lock_file
+    folder = Path(choice[0]) if path is None else path  # a working copy may be elsewhere on another machine
+    return folder, choice[1] == "resume", lock_file
 
 
 def _choose(
@@ -64,15 +66,16 @@ def _choose(
         folder = new_folder(None, name)
         say(f"starting {folder} (no unfinished runs/{name}-* has these settings)")
         return folder, False
-    if Checkpoints(path / "checkpoints").steps():
+    if Checkpoints(inside(path, "checkpoints")).steps():
         check_files(path)
         return path, True
     if resume is True:
         raise RunError(
-            f"{path} has no finished checkpoint to resume from; use --run {path} --continue to start again in it"
+            f"{as_named(path)} has no finished checkpoint to resume from; use --run {as_named(path)} --continue to "
+            "start again in it"
         )
     if any((path / name).exists() for name in (".lock", "run.json")):  # killed before its first checkpoint
-        say(f"starting again in {path}, which has no finished checkpoint")
+        say(f"starting again in {as_named(path)}, which has no finished checkpoint")
         return path, False
     return new_folder(path, name), False
 
@@ -90,7 +93,8 @@ def check_files(path: Path) -> None:
 
 def is_new(path: Path) -> bool:
     """Whether a folder is empty, apart from a file that a killed process had not finished writing."""
-    return all(p.name.endswith(".partial") for p in path.iterdir())
+    left = all(p.name.endswith(".partial") for p in path.iterdir())
+    return left and (url_of(path) is None or not Checkpoints(inside(path, "checkpoints")).steps())
 
 
 def new_folder(path: Path | None, stem: str = "run") -> Path:
@@ -103,7 +107,8 @@ def new_folder(path: Path | None, stem: str = "run") -> Path:
         if path is not None:
             path.mkdir(parents=True, exist_ok=True)
             if not is_new(path):
-                raise RunError(f"{path} already exists; resume it with --resume {path}, or name another folder")
+                place = as_named(path)
+                raise RunError(f"{place} already exists; resume it with --resume {place}, or name another folder")
             return path
         root = Path("runs")
         root.mkdir(exist_ok=True)
@@ -149,7 +154,8 @@ def lock(path: Path) -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return file
     except BlockingIOError:
-        raise RunError(f"{path} is being trained by another process; wait for it, or start a new run") from None
+        place = as_named(path)
+        raise RunError(f"{place} is being trained by another process; wait for it, or start a new run") from None
     except OSError as e:
         raise RunError(f"cannot write into {path}: {e.strerror}") from e
 

@@ -117,8 +117,8 @@ class Loop:
         first = int(state.step)
         if first >= self.last:
             more = "until" if self.last < config.steps else "train.steps"
-            raise RunError(f"{self.run.path} has already taken {first} of {self.last} steps; raise {more} to go on")
-        reporter.announce(config, self.prepared, self.run.path, first)
+            raise RunError(f"{self.run.place} has already taken {first} of {self.last} steps; raise {more} to go on")
+        reporter.announce(config, self.prepared, self.run.place, first)
         files: list[Any] = []
         status = "failed"
         try:
@@ -190,7 +190,7 @@ class Loop:
         if self.returns == RETURNS:
             raise RunError(
                 f"{back}; the run was rolled back {RETURNS} times and got no further than step {self.offence}. Find "
-                f"where its numbers go wrong with jaxscale replay {self.run.path} --step {self.offence}, or start "
+                f"where its numbers go wrong with jaxscale replay {self.run.place} --step {self.offence}, or start "
                 f"a run with a train.lr below {self.config.lr:g}"
             )
         self.returns, self.furthest = self.returns + 1, self.now
@@ -215,6 +215,7 @@ class Loop:
                 metrics |= self.snapshots.after(now, state)
             pending.append((now, metrics))
             self.checkpoints.check()
+            self.run.mirror.check()
             stopping = self._stopping(now)
             last = stopping or now == self.last
             evaluate = bool(config.eval_batches) and (now == self.last or _every(config.eval_every, now))
@@ -350,13 +351,14 @@ class Loop:
             with contextlib.suppress(RuntimeError):  # in jax 0.11 donated arrays are among them
                 array.block_until_ready()
         jax.profiler.stop_trace()
-        path = self.run.path
-        self.reporter.say(f"the profile is in {path / 'profile'}; read it with jaxscale plan {path} --measured")
+        place = self.run.place
+        self.reporter.say(f"the profile is in {place}/profile; read it with jaxscale plan {place} --measured")
 
     def _mark_failed(self) -> None:
         """Write to `run.json` that the run failed; called on another thread when another process has failed."""
         if self.run.info["status"] == "running":
             self.record.status("failed", self.saved.last_step())
+            self.run.mirror.flush()
 
 
 def _spans(steps: Sequence[int]) -> str:

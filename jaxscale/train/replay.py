@@ -95,7 +95,7 @@ def replay(run: RunFolder, step: int) -> Replayed:
     """
     config = dataclasses.replace(run.config, eval_batches=0, eval_every=0, evaluate_on={}, prompt=None)
     if not 1 <= step <= config.steps:
-        raise RunError(f"{run.path} has no step {step}; its steps go from 1 to {config.steps}")
+        raise RunError(f"{run.place} has no step {step}; its steps go from 1 to {config.steps}")
     prepared = prepare(config)
     skips = read_skips(run.path / SKIPS)
     passed = {s for row in skips for s in row.get("passed_over", ())}

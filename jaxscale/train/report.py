@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -54,7 +53,7 @@ class Reporter:
         if not self._quiet:
             self.console.print(tensor_table(title, rows))
 
-    def announce(self, config: TrainConfig, prepared: Prepared, folder: Path, first: int) -> None:
+    def announce(self, config: TrainConfig, prepared: Prepared, folder: str, first: int) -> None:
         """Print what is trained, on which layout, and from which step.
 
         Args:

@@ -35,6 +35,7 @@ from jaxscale.train.files import CONFIG, INFO, list_files, read_gin, read_json, 
 from jaxscale.train.metrics import read_metrics
 from jaxscale.train.plot import plot_loss
 from jaxscale.version import __version__
+from jaxscale.working_copy import Mirror, NoMirror, as_named, inside, local
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,22 +51,30 @@ class RunFolder:
     line per step, `checkpoints/` the training states, `loss.png` the loss curve.
 
     Args:
-      path: the folder.
+      path: the folder, or its URL in a bucket (`s3://` or `gs://`).
       config: the run's settings; read from `config.gin` if omitted.
       state: the last training state, if it is in memory.
 
     Attributes:
+      path: the folder; of a run in a bucket its working copy, which has all but the checkpoints.
+      mirror: uploads the working copy during training.
       stopped_by: the signal, such as "SIGTERM", that stopped training in this process before the last step.
     """
 
     def __init__(self, path: str | Path, config: TrainConfig | None = None, state: TrainState | None = None):
-        self.path = Path(path)
+        self.path = local(path)
+        self.mirror: Mirror | NoMirror = NoMirror()
         self._config = config
         self.state = state
         self.stopped_by: str | None = None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self.path)!r})"
+        return f"{type(self).__name__}({self.place!r})"
+
+    @property
+    def place(self) -> str:
+        """The run's folder as a user names it: its URL if it is in a bucket."""
+        return as_named(self.path)
 
     @property
     def is_main(self) -> bool:
@@ -93,12 +102,13 @@ class RunFolder:
             return read_json(self.path / INFO)
         except OSError as e:
             why = f"it has no readable run.json ({e.strerror})" if self.path.exists() else "it does not exist"
-            raise RunError(f"{self.path} is not a run folder: {why}{_near_run(self.path)}") from None
+            raise RunError(f"{self.place} is not a run folder: {why}{_near_run(self.path)}") from None
 
     @property
     def checkpoints(self) -> Checkpoints:
         """The run's checkpoints."""
-        return checkpoints_in(self.path, keep=self.config.keep, keep_every=self.config.keep_every)
+        keep = {"keep": self.config.keep, "keep_every": self.config.keep_every}
+        return checkpoints_in(self.path, **keep, before_publish=self.mirror.flush)
 
     @property
     def imported(self) -> Companions | None:
@@ -244,7 +254,7 @@ class RunFolder:
         """
         steps = self.checkpoints.steps()
         if not steps:
-            raise RunError(f"{self.path} has no finished checkpoint yet; train it until it writes one")
+            raise RunError(f"{self.place} has no finished checkpoint yet; train it until it writes one")
         return steps[-1]
 
 
@@ -271,23 +281,24 @@ def take_companions(folder: Path, run: Path) -> None:
     list_files(run, [f"{HF}/{name}" for name in names])
 
 
-def checkpoints_in(path: Path, **keep: Any) -> Checkpoints:
+def checkpoints_in(path: str | Path, **settings: Any) -> Checkpoints:
     """Return the checkpoints in a run's folder; loading one of another run raises an error.
 
     Args:
-      path: the run folder.
-      **keep: arguments of `Checkpoints`: `keep` and `keep_every`.
+      path: the run folder, or its URL in a bucket.
+      **settings: arguments of `Checkpoints`, such as `keep`.
 
     Raises:
       AlteredFile: `run.json` is not what was written.
     """
+    path = local(path)
     try:
         own = RunFolder(path).info.get("id")
     except AlteredFile:
         raise
     except RunError:  # run.json is not written yet, or lost: accept any checkpoint
         own = None
-    return Checkpoints(path / "checkpoints", run=own, **keep)
+    return Checkpoints(inside(path, "checkpoints"), run=own, **settings)
 
 
 def _near_run(path: Path) -> str:
@@ -297,11 +308,11 @@ def _near_run(path: Path) -> str:
     return hint if "did you mean" in hint else ""
 
 
-def read_config(path: Path, bindings: Sequence[str] = (), *, replaced: Collection[str] = ()) -> TrainConfig:
+def read_config(path: str | Path, bindings: Sequence[str] = (), *, replaced: Collection[str] = ()) -> TrainConfig:
     """Read a run's settings from its `config.gin`, without importing modules or changing gin's current config.
 
     Args:
-      path: the run folder.
+      path: the run folder, or its URL in a bucket.
       bindings: gin bindings that override settings.
       replaced: settings that the caller replaces, which need not be in `config.gin`.
 
@@ -310,10 +321,11 @@ def read_config(path: Path, bindings: Sequence[str] = (), *, replaced: Collectio
       AlteredFile: `config.gin` is not what was written.
       ConfigError: `config.gin` does not fit this version, or a binding is not used.
     """
+    path = local(path)
     file = path / CONFIG
     if not file.is_file():
         why = "it has no config.gin" if path.exists() else "it does not exist"
-        raise RunError(f"{path} is not a run folder: {why}{_near_run(path)}")
+        raise RunError(f"{as_named(path)} is not a run folder: {why}{_near_run(path)}")
     try:
         text = read_gin(file)
     except OSError as e:

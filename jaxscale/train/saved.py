@@ -102,18 +102,18 @@ class Saved:
         rows = manifest.get("rows")
         if not isinstance(rows, dict):
             raise RunError(
-                f"the checkpoint of {self.run.path} does not record train.seq_len and train.packing; start a new run"
+                f"the checkpoint of {self.run.place} does not record train.seq_len and train.packing; start a new run"
             )
         for key, value in self._rows().items():
             if rows.get(key) != value:
                 raise RunError(
-                    f"{self.run.path} was trained with train.{key} = {rows.get(key)!r}, which cannot change within a "
+                    f"{self.run.place} was trained with train.{key} = {rows.get(key)!r}, which cannot change within a "
                     f"run; keep that value, or start a new run for {value!r}"
                 )
         saved = manifest.get("data")
         if saved != self.prepared.fingerprint:
             raise RunError(
-                f"the corpus is not the one {self.run.path} was trained on (its fingerprint was {str(saved)[:12]} and "
+                f"the corpus is not the one {self.run.place} was trained on (its fingerprint was {str(saved)[:12]} and "
                 f"is {self.prepared.fingerprint[:12]}); start a new run, or restore the old files"
             )
 
@@ -121,7 +121,7 @@ class Saved:
         """Check that frozen parameters, which are in no checkpoint, are those that the run began with."""
         if self.config.keeps_start and manifest.get("start") != self._start.get("start"):
             raise CheckpointError(
-                f"{self.run.path} was trained with other frozen parameters than those of "
+                f"{self.run.place} was trained with other frozen parameters than those of "
                 f"{self.config.start}; restore that checkpoint, or name it with --gin.FromRun.path and .step"
             )
 

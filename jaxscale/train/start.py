@@ -12,11 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxscale.buckets import is_url
 from jaxscale.config import register
 from jaxscale.errors import CheckpointError, ConfigError
 from jaxscale.layout import Layout, TensorInfo, path_name, shardings_of
 from jaxscale.step.state import describe_model
 from jaxscale.train.run import RunFolder
+from jaxscale.working_copy import url_of
 
 log = logging.getLogger("jaxscale")
 
@@ -31,7 +33,7 @@ class FromRun:
     Each device reads its own shards. The models must have the same shapes; dtypes may differ.
 
     Args:
-      path: the run folder.
+      path: the run folder, or its URL in a bucket.
       step: the checkpoint's step; `None` is the newest, whose step the new run records.
 
     Raises:
@@ -52,7 +54,7 @@ class FromRun:
         Raises:
           RunError: it does not exist.
         """
-        run = RunFolder(Path(self.path).expanduser())
+        run = RunFolder(self.path if is_url(self.path) else Path(self.path).expanduser())
         _ = run.info
         return run
 
@@ -64,7 +66,7 @@ class FromRun:
         """
         run = self.run
         step = run.last_step() if self.step is None else run.checkpoints.manifest(self.step)["step"]
-        return FromRun(str(run.path.absolute()), step)
+        return FromRun(url_of(run.path) or str(run.path.absolute()), step)
 
     def check(self, infos: Tree) -> None:
         """Check that the run's model has the parameters of `infos`, without reading them.

@@ -71,7 +71,6 @@ class BucketPlace:
         self.bucket = Bucket(url)
         self.protected: Collection[int] = ()
         self.before_publish: Callable[[], None] = lambda: None
-        """Called before a manifest is written, to upload what must not be older than the checkpoint."""
 
     def __str__(self) -> str:
         return self.bucket.url
@@ -121,17 +120,16 @@ class BucketPlace:
 
     def publish(self, step: int, session: str, manifest: bytes) -> None:
         """See `Place`."""
-        own = f"{step}/{session}/process-"
-        for key in self.bucket.list(own):
-            self.bucket.delete(key)
         self.before_publish()
+        for key in self.bucket.list(f"{step}/{session}/process-"):
+            self.bucket.delete(key)
         self.check_taken(session)
         self.bucket.write(f"{step}/{MANIFEST}", manifest, new=True)
 
     def abandon(self, step: int, session: str) -> None:
         """See `Place`."""
         self.bucket.delete_folder(f"{step}/{session}")
-        self.bucket.write(f"{step}/{session}/{_FAILED}", b"")
+        self.bucket.write(f"{step}/{session}/{_FAILED}", b"the session gave up")
 
     def is_abandoned(self, step: int, session: str) -> bool:
         """See `Place`."""

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -73,6 +73,8 @@ class Place(Protocol):
 
     protected: Collection[int]
     """Steps that `expire` leaves."""
+    before_publish: Callable[[], None]
+    """Called by `publish` first."""
 
     def steps(self) -> list[int]:
         """Return the steps with a finished checkpoint, ascending."""
@@ -184,6 +186,7 @@ class DiskPlace:
     def __init__(self, folder: Path):
         self.path = folder
         self.protected: Collection[int] = ()
+        self.before_publish: Callable[[], None] = lambda: None
 
     def __str__(self) -> str:
         return str(self.path)
@@ -229,6 +232,7 @@ class DiskPlace:
 
     def publish(self, step: int, session: str, manifest: bytes) -> None:
         """See `Place`."""
+        self.before_publish()
         final, partial = self.path / str(step), self._named(step, "partial", session)
         write_file(partial / MANIFEST, manifest)
         for message in partial.glob("process-*"):

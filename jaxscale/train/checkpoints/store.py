@@ -48,12 +48,20 @@ class Checkpoints:
       keep: how many of the newest checkpoints to keep.
       keep_every: also keep checkpoints whose step is a multiple of this, or `None`.
       run: the run's id; loading a checkpoint of another run raises `DamagedCheckpoint`.
+      before_publish: called before a checkpoint is finished, on the thread that writes it.
     """
 
     def __init__(
-        self, folder: str | Path, *, keep: int = 3, keep_every: int | None = None, run: str | None = None
-    ):  # fmt: skip
+        self,
+        folder: str | Path,
+        *,
+        keep: int = 3,
+        keep_every: int | None = None,
+        run: str | None = None,
+        before_publish: Callable[[], None] = lambda: None,
+    ):
         self.place = place_of(folder)
+        self.place.before_publish = before_publish
         self.run = run
         self._keep, self._keep_every = keep, keep_every
         self._session: str | None = None

@@ -1,0 +1,338 @@
+"""Working copies: local folders through which a folder of a bucket is read and written.
+
+The small files of a run in a bucket (config, metrics, pictures, event files) are written to a local folder as those of
+any run, and uploaded behind it, since a bucket cannot append and third-party writers need a disk. Checkpoints are not
+part of it: they are written into the bucket itself. The bucket's content is what counts: a working copy is brought up
+to date when the run is opened, and may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxscale.buckets import Bucket, BucketError, is_url, normalized
+from jaxscale.errors import RunError
+
+log = logging.getLogger("jaxscale")
+
+RECORD = ".bucket.json"
+"""File of a working copy: for each file, its size, time and generation when it last was the same as in the bucket."""
+
+WRITER = ".writer"
+"""Object with the id of the process that uploads."""
+
+PERIOD = 10.0
+"""Seconds between uploads of changed files; longer if one takes more than a hundredth of that."""
+
+SMALL = 8 * 2**20
+"""Bytes up to which a file is read before others are uploaded, so that it agrees with `digests.json`."""
+
+_FRESH = 5.0
+"""Seconds for which a working copy is not compared with the bucket again."""
+
+_fetched: dict[str, float] = {}
+
+
+def cache_root() -> Path:
+    """Return the folder of working copies, `buckets/` in $JAXSCALE_CACHE or ~/.cache/jaxscale."""
+    return Path(os.environ.get("JAXSCALE_CACHE") or "~/.cache/jaxscale").expanduser().absolute() / "buckets"
+
+
+def copy_of(url: str | Path) -> Path:
+    """Return the path of the working copy of a folder in a bucket, which need not exist.
+
+    Args:
+      url: the folder's URL.
+    """
+    return cache_root() / normalized(url).replace("://", "/")
+
+
+def url_of(path: str | Path) -> str | None:
+    """Return the URL of which a path is the working copy, or lies in one; `None` if it is an ordinary path.
+
+    Args:
+      path: a path of this machine.
+    """
+    path = Path(path).absolute()
+    if cache_root() not in path.parents:
+        return None
+    scheme, *rest = path.relative_to(cache_root()).parts
+    return f"{scheme}://{'/'.join(rest)}" if rest else None
+
+
+def as_named(path: str | Path) -> str:
+    """Return a path as a user knows it: the URL of a working copy, else the path.
+
+    Args:
+      path: a path of this machine.
+    """
+    return url_of(path) or str(path)
+
+
+def inside(path: str | Path, name: str) -> str | Path:
+    """Return the path or URL of a folder in a run folder; of a working copy, that in the bucket.
+
+    Args:
+      path: the run folder.
+      name: the folder in it, such as "checkpoints".
+    """
+    url = url_of(path)
+    return Path(path) / name if url is None else f"{url}/{name}"
+
+
+def local(path: str | Path, *, update: bool = True) -> Path:
+    """Return a path unchanged, or for a URL its working copy, brought up to date.
+
+    Args:
+      path: a path or a URL.
+      update: whether to download what has changed; only one of several processes needs it.
+
+    Raises:
+      RunError: the bucket cannot be read.
+    """
+    if not is_url(path):
+        return Path(path)
+    url, copy = normalized(path), copy_of(path)
+    if update and time.monotonic() - _fetched.get(url, -_FRESH) > _FRESH:
+        try:
+            _fetch(Bucket(url), copy)
+        except BucketError as e:
+            raise RunError(f"{e.strerror}") from None
+        except OSError as e:
+            raise RunError(f"cannot write the working copy {copy} of {url}: {e.strerror}; set JAXSCALE_CACHE") from None
+        _fetched[url] = time.monotonic()
+    return copy
+
+
+def _fetch(bucket: Bucket, copy: Path) -> None:
+    """Download changed files, and delete files that were deleted; leaves what a local process is writing."""
+    if _in_use(copy):
+        return
+    keys = [key for key in bucket.list() if _is_small(key)]
+    if not keys:  # a new run, or one that was deleted
+        shutil.rmtree(copy, ignore_errors=True)
+        return
+    copy.mkdir(parents=True, exist_ok=True)
+    record = _read_record(copy)
+    for key in set(record) - set(keys):
+        (copy / key).unlink(missing_ok=True)
+        del record[key]
+
+    def fetch(key: str) -> list[Any] | None:
+        file, entry = copy / key, record.get(key)
+        new = bucket.changed(key, entry[2] if entry and file.exists() else None)
+        if new is None:  # what is here is as new, or newer and not uploaded yet
+            return entry
+        data, generation = new
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+        partial.write_bytes(data)
+        partial.replace(file)
+        return [*_stat(file), generation]
+
+    entries = bucket.each(fetch, keys)
+    _write_record(copy, {key: entry for key, entry in zip(keys, entries, strict=True) if entry is not None})
+
+
+def _in_use(copy: Path) -> bool:
+    """Whether a process of this machine trains in a working copy."""
+    try:
+        with (copy / ".lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def _is_small(key: str) -> bool:
+    """Whether a file belongs to a working copy."""
+    *folders, name = key.split("/")
+    return "checkpoints" not in folders and not name.startswith(".") and not name.endswith(".partial")
+
+
+def _stat(file: Path) -> list[int]:
+    about = file.stat()
+    return [about.st_size, about.st_mtime_ns]
+
+
+def _read_record(copy: Path) -> dict[str, list[Any]]:
+    try:
+        record = json.loads((copy / RECORD).read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _write_record(copy: Path, record: dict[str, list[Any]]) -> None:
+    partial = copy / f"{RECORD}.{os.getpid()}.partial"
+    partial.write_text(json.dumps(record))
+    partial.replace(copy / RECORD)
+
+
+class Mirror:
+    """Uploads the changed files of a folder every few seconds, on a thread of its own.
+
+    Args:
+      folder: the working copy.
+      url: where it is uploaded to.
+    """
+
+    def __init__(self, folder: Path, url: str):
+        self.folder, self.bucket = folder, Bucket(url)
+        self._record = _read_record(folder)
+        self._failure: BucketError | None = None
+        self._over, self._uploading = threading.Event(), threading.Lock()
+        self._id = os.urandom(8).hex()
+        self._thread = threading.Thread(target=self._run, name=f"upload to {url}", daemon=True)
+
+    def start(self) -> None:
+        """Become the folder's writer and start uploading.
+
+        Raises:
+          RunError: the bucket cannot be written.
+        """
+        try:
+            self.bucket.write(WRITER, self._id.encode())
+        except BucketError as e:
+            raise RunError(f"{e.strerror}") from None
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise the error of an upload that failed, if any.
+
+        Raises:
+          RunError: an upload failed, or another process has begun to write to the same folder.
+        """
+        if self._failure is not None:
+            raise RunError(f"{self._failure.strerror}")
+
+    def flush(self) -> None:
+        """Upload everything that has changed, now.
+
+        Raises:
+          BucketError: an upload failed.
+        """
+        with self._uploading:
+            self._upload()
+
+    def close(self) -> None:
+        """Upload everything that has changed, and stop.
+
+        Raises:
+          RunError: an upload failed.
+        """
+        self._over.set()
+        self._thread.join()
+        self.check()
+        try:
+            self.flush()
+        except BucketError as e:
+            raise RunError(f"{e.strerror}; {self.folder} has the files, which a resumed run uploads") from None
+
+    def _run(self) -> None:
+        pause = 1.0  # a new run is seen soon
+        while not self._over.wait(pause):
+            began = time.monotonic()
+            try:
+                self.flush()
+            except BucketError as e:
+                self._failure = e
+                return
+            pause = max(PERIOD, 100 * (time.monotonic() - began))
+
+    def _upload(self) -> None:
+        try:
+            writer = self.bucket.read(WRITER).decode(errors="replace")
+        except FileNotFoundError:
+            writer = ""  # deleted with the whole run
+        if writer != self._id:
+            why = f"another run has begun to write into {self.bucket}; this one stops, so that neither overwrites the "
+            raise BucketError(errno.EEXIST, f"{why}other: use a folder of its own for each")
+        stats = dict(self._changed())
+        small: dict[str, bytes] = {}
+        for key, (size, _) in stats.items():
+            with contextlib.suppress(FileNotFoundError):
+                if size <= SMALL and key != "digests.json":
+                    small[key] = (self.folder / key).read_bytes()
+        # digests.json is written before the files that it lists: read after them, it lists what was read
+        with contextlib.suppress(FileNotFoundError):
+            digests = (self.folder / "digests.json").read_bytes()
+            if "digests.json" in stats:
+                self._send("digests.json", digests, stats)
+        for key in [key for key in stats if key != "digests.json"]:
+            with contextlib.suppress(FileNotFoundError):
+                self._send(key, small.pop(key, None), stats)
+        for key in [key for key in self._record if not (self.folder / key).exists()]:
+            self.bucket.delete(key)
+            del self._record[key]
+        if stats:
+            with contextlib.suppress(OSError):  # a full disk is reported by what writes there
+                _write_record(self.folder, self._record)
+
+    def _send(self, key: str, data: bytes | None, stats: dict[str, list[int]]) -> None:
+        data = (self.folder / key).read_bytes() if data is None else data
+        self._record[key] = [*stats[key], self.bucket.write(key, data)]
+
+    def _changed(self) -> Iterator[tuple[str, list[int]]]:
+        for root, folders, names in os.walk(self.folder):
+            folders[:] = [f for f in folders if f != "checkpoints"]
+            for name in names:
+                file = Path(root) / name
+                key = file.relative_to(self.folder).as_posix()
+                if _is_small(key):
+                    with contextlib.suppress(FileNotFoundError):
+                        stat = _stat(file)
+                        if self._record.get(key, [0])[:2] not in (stat, stat[:1]):  # an empty file is not uploaded
+                            yield key, stat
+
+
+class NoMirror:
+    """Stands for a `Mirror` where nothing is uploaded."""
+
+    def check(self) -> None:
+        """Do nothing."""
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+
+@contextlib.contextmanager
+def mirrored(folder: Path, active: bool = True) -> Iterator[Mirror | NoMirror]:
+    """Upload a working copy while the context is active, and at its end, however it ends.
+
+    Args:
+      folder: the folder; nothing is done if it is not a working copy.
+      active: whether this process writes the small files.
+
+    Raises:
+      RunError: an upload failed, unless the context ends with another error.
+    """
+    url = url_of(folder)
+    if url is None or not active:
+        yield NoMirror()
+        return
+    mirror = Mirror(folder, url)
+    mirror.start()
+    try:
+        yield mirror
+    except BaseException:
+        with contextlib.suppress(RunError):  # keep the first error
+            mirror.close()
+        raise
+    mirror.close()
+
+
+

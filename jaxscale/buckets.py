@@ -59,6 +59,21 @@ def normalized(path: str | Path) -> str:
     return f"{scheme}://{bucket}/{key}".rstrip("/")
 
 
+def on_disk(path: str | Path, what: str) -> Path:
+    """Return a path of this machine's disks.
+
+    Args:
+      path: the path; `~` is the home folder.
+      what: what the path is of, for the error, such as "token files are".
+
+    Raises:
+      BucketError: it is a URL.
+    """
+    if is_url(path):
+        raise BucketError(errno.EINVAL, f"{what} read and written on a disk; copy {normalized(path)} to one first")
+    return Path(path).expanduser()
+
+
 class BucketError(OSError):
     """A request to a bucket failed; `strerror` is a sentence that says why."""
 
@@ -208,7 +223,7 @@ class Bucket:
 
     def _wait(self, request: Callable[[Any], Any], doing: str) -> Any:
         try:
-            return request(_open(*self.url.split("/")[0:3:2])).result(timeout=PATIENCE)
+            return request(_open(*self.url.split("/")[0:3:2], *_server())).result(timeout=PATIENCE)
         except (ValueError, RuntimeError, NotImplementedError, TimeoutError, KeyError) as e:
             raise self._error(e, doing) from None
 
@@ -237,8 +252,14 @@ _WHERE = {
 _environment = threading.Lock()
 
 
+def _server() -> tuple[str | None, str | None]:
+    """Return the S3 server and the region in the environment."""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    return endpoint, os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+
+
 @functools.cache
-def _open(scheme: str, bucket: str) -> Any:
+def _open(scheme: str, bucket: str, endpoint: str | None, region: str | None) -> Any:
     """Open TensorStore's key-value store of a bucket.
 
     All of the bucket: TensorStore aborts the process if a server lists keys outside of the folder it was asked for.
@@ -255,8 +276,6 @@ def _open(scheme: str, bucket: str) -> Any:
     driver = {"s3:": "s3", "gs:": "gcs"}[scheme]
     spec: dict[str, Any] = {"driver": driver, "bucket": bucket}
     if driver == "s3":
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
         spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"} if endpoint else {}
         spec |= {"aws_region": region} if region else {}
         # asked for by name, since the default chain prints an error for each file in ~/.aws that is missing

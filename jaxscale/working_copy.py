@@ -205,10 +205,14 @@ class Mirror:
           RunError: the bucket cannot be written.
         """
         try:
-            self.bucket.write(WRITER, self._id.encode())
+            self.become_writer()
         except BucketError as e:
             raise RunError(f"{e.strerror}") from None
         self._thread.start()
+
+    def become_writer(self) -> None:
+        """Make this the only process that uploads; raises `BucketError`."""
+        self.bucket.write(WRITER, self._id.encode())
 
     def check(self) -> None:
         """Raise the error of an upload that failed, if any.
@@ -297,6 +301,26 @@ class Mirror:
                         stat = _stat(file)
                         if self._record.get(key, [0])[:2] not in (stat, stat[:1]):  # an empty file is not uploaded
                             yield key, stat
+
+
+def upload(folder: Path) -> None:
+    """Upload what has changed in a working copy; does nothing for another folder.
+
+    Args:
+      folder: the folder.
+
+    Raises:
+      RunError: the upload failed.
+    """
+    url = url_of(folder)
+    if url is None:
+        return
+    mirror = Mirror(folder, url)
+    try:
+        mirror.become_writer()
+        mirror.flush()
+    except BucketError as e:
+        raise RunError(f"{e.strerror}; {folder} has the files") from None
 
 
 class NoMirror:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxscale.commands.shared import TEXT, accept_argument, no_bindings
 from jaxscale.errors import CheckpointError, JaxscaleError
+from jaxscale.working_copy import as_named, inside, local, url_of
 
 if TYPE_CHECKING:
     from jaxscale.train import Checkpoints
@@ -45,10 +46,10 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
 
     if args.action_command is _verify:
         return _verify(args)
-    checkpoints = checkpoints_in(Path(args.run))
+    checkpoints = checkpoints_in(args.run)
     steps = checkpoints.steps()
     if not steps:
-        why = "has no finished checkpoint" if Path(args.run).is_dir() else "does not exist"
+        why = "has no finished checkpoint" if local(args.run).is_dir() else "does not exist"
         raise CheckpointError(f"{args.run} {why}; name a run folder, such as runs/demo-1")
     if args.step is not None:
         checkpoints.manifest(args.step)  # raises, with the existing steps
@@ -93,17 +94,20 @@ def _verify(args: argparse.Namespace) -> int:
     from jaxscale.train.checkpoints import Checkpoints
     from jaxscale.train.files import CONFIG, INFO, states
 
-    folder = Path(args.run)
+    folder = local(args.run)
     files = list(states(folder)) if folder.is_dir() else []
-    places = [path / "checkpoints" for path in (folder, *sorted(folder.glob("[0-9]*")))]
+    candidates = (folder, *sorted(folder.glob("[0-9]*")))
+    places = [path / "checkpoints" for path in candidates] if url_of(folder) is None else []
     runs = [place.parent for place in places if place.is_dir()]
-    own = {path: Checkpoints(path / "checkpoints", run=_id(path)) for path in runs}
+    if url_of(folder) is not None:
+        runs = [path for path in candidates if (path / INFO).is_file()]
+    own = {path: Checkpoints(inside(path, "checkpoints"), run=_id(path)) for path in runs}
     if args.step is not None and runs:
         own[runs[0]].manifest(args.step)  # raises, with the existing steps
     steps = {path: [args.step] if args.step is not None else each.steps() for path, each in own.items()}
     if not files and not any(steps.values()):
         why = "has no finished checkpoint" if folder.is_dir() else "does not exist"
-        raise CheckpointError(f"{folder} {why}; name a run folder, such as runs/demo-1")
+        raise CheckpointError(f"{as_named(folder)} {why}; name a run folder, such as runs/demo-1")
     for file in files:
         if file.fault is not None:
             print(file.fault)

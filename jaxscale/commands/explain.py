@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from jaxscale.commands.shared import TEXT, accept_argument, config_arguments, load
+from jaxscale.working_copy import local
 
 
 def add(commands: Any) -> None:
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
 
         jax.config.update("jax_platforms", "cpu")
 
-    path = Path(args.config) if args.config else None
+    path = local(args.config) if args.config else None
     own = path / "config.gin" if path is not None and path.is_dir() else None
     show(explain(load(own, args, bindings), args.topology, compile=args.compile), args.json)
     return 0

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxscale.commands.shared import TEXT, accept_argument, config_arguments, load
 from jaxscale.errors import ConfigError
+from jaxscale.working_copy import local
 
 if TYPE_CHECKING:
     from jaxscale.plan import Measured, Restarts
@@ -125,7 +126,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     from jaxscale.plan.planner import count_of, with_budget
     from jaxscale.plan.search import COMPILES
 
-    path = Path(args.config) if args.config else None
+    path = local(args.config) if args.config else None
     if args.measured:
         show(_measured(path, args, bindings), args.json)
         return 0

@@ -28,6 +28,7 @@ from jaxscale.train.checkpoints.chunks import CHUNK_BYTES, shape_of
 from jaxscale.train.checkpoints.manifest import check_same
 from jaxscale.train.checkpoints.read import Arrays, dtype_named
 from jaxscale.train.files import write_text
+from jaxscale.working_copy import local, upload
 
 log = logging.getLogger("jaxscale")
 
@@ -53,7 +54,8 @@ def export_checkpoint(
 
     Args:
       run: the run, or its folder.
-      out: a folder that does not exist yet, or has an unfinished export of the same.
+      out: a folder that does not exist yet, or has an unfinished export of the same; or a URL in a bucket, to which the
+        files are uploaded from a working copy at the end.
       family: `model_type` of the output, such as "llama"; by default the one that the run was imported from, else the
         first that can express the model.
       step: the checkpoint's step; the newest by default.
@@ -69,7 +71,7 @@ def export_checkpoint(
       RunError: `out` exists already, or the run has no checkpoint.
     """
     run = run if isinstance(run, Run) else Run(run)
-    out = Path(out)
+    out = local(out)
     chosen, model, source, length = export_target(run, family, dtype)
     step = run.last_step() if step is None else step
     imported = run.imported
@@ -88,6 +90,7 @@ def export_checkpoint(
         about = _config(chosen, model, source, length, run)
         write_text(out / CONFIG, json.dumps(about, indent=2) + "\n")
         (out / _UNFINISHED).unlink()
+        upload(out)
     except OSError as e:
         raise CheckpointError(
             f"{out} could not be written: {e.strerror or e}; start the export again to continue it"

@@ -21,6 +21,7 @@ from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.lora import LoRA, LowRank
 from jaxscale.step.start import Start
 from jaxscale.train.checkpoints import flatten
+from jaxscale.working_copy import local, upload
 
 log = logging.getLogger("jaxscale")
 
@@ -61,7 +62,7 @@ def export_adapters(
       RunError: the run has no adapters, or no checkpoint; `out` exists already.
     """
     run = run if isinstance(run, Run) else Run(run)
-    out = Path(out)
+    out = local(out)
     lora = run.config.adapters
     if not isinstance(lora, LoRA):
         raise RunError(f"{run.place} has no adapters; leave out --adapters to export its weights")
@@ -84,6 +85,7 @@ def export_adapters(
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_adapters(out, modules, config, dtype or lora.dtype)
+        upload(out)
     except OSError as e:
         raise RunError(f"{out} could not be written: {e.strerror or e}; remove it and start again") from e
     return out

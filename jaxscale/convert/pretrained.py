@@ -32,6 +32,7 @@ from jaxscale.train.checkpoints.write import Save
 from jaxscale.train.files import INFO, write_json
 from jaxscale.train.folders import lock
 from jaxscale.train.run import HF, about, checkpoints_in, take_companions, write_config
+from jaxscale.working_copy import mirrored
 
 __all__ = ["export_checkpoint", "import_checkpoint", "read_pretrained", "write_run"]
 
@@ -127,7 +128,7 @@ def write_run(
     shardings = shardings_of(infos, config.layout)
     mark = hashlib.sha256(f"{mark} {gin_config.dumps('train', config.values())}".encode()).hexdigest()
     _claim(run.path, mark, say)
-    with lock(run.path):
+    with lock(run.path), mirrored(run.path) as run.mirror:
         if not (run.path / "run.json").is_file():
             _begin(run, {**facts, "mark": mark})
         if hf is not None:
@@ -201,7 +202,7 @@ def _write(run: Run, source: Arrays, infos: Any, shardings: Any) -> None:
     every = {f"params/{i.path}": i for i in jax.tree.leaves(infos)}
     where = dict(zip(every, jax.tree.leaves(shardings), strict=True)) if shardings else dict.fromkeys(every)
     arrays = {n: unread(source, n, i.shape, i.dtype, where[n]) for n, i in every.items()}
-    store = checkpoints_in(run.path)
+    store = checkpoints_in(run.path, before_publish=run.mirror.flush)
     if store.steps():
         return  # killed after the checkpoint was written, before `_finish`
     layout = run.config.layout

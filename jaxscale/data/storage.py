@@ -29,6 +29,7 @@ from typing import IO, Any
 import numpy as np
 from jaxtyping import Int64, Integer, UInt8, UInt64
 
+from jaxscale.buckets import BucketError, on_disk
 from jaxscale.data.checked import CHUNK, Checked, DamagedChunk, digests_of
 from jaxscale.data.encoded import dtype_of
 from jaxscale.data.packing import Documents
@@ -70,7 +71,10 @@ class TokenFile:
     """
 
     def __init__(self, folder: str | Path, again: Callable[[], TokenFile] | None = None):
-        self.folder, self.again = Path(folder).expanduser(), again
+        try:
+            self.folder, self.again = on_disk(folder, "token files are"), again
+        except BucketError as e:
+            raise DataError(f"{e.strerror}") from None
         self.meta, old = read_meta(self.folder)
         self.fingerprint: str = self.meta["fingerprint"]
         self.vocab_size: int = self.meta["tokenizer"]["vocab_size"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from jaxscale.buckets import BucketError, on_disk
 from jaxscale.errors import CheckpointError
 from jaxscale.interop.companions import FILES
 from jaxscale.interop.peft import ADAPTER_CONFIG
@@ -24,7 +25,10 @@ def local_folder(source: str | Path, revision: str | None = None) -> Path:
     Raises:
       CheckpointError: there is no such folder or name, no network, or `huggingface_hub` is not installed.
     """
-    path = Path(source).expanduser()
+    try:
+        path = on_disk(source, "checkpoints of other programs are")
+    except BucketError as e:
+        raise CheckpointError(f"{e.strerror}") from None
     if path.is_dir():
         return path
     if path.exists():

@@ -27,6 +27,7 @@ from jaxscale.sweep.table import Result, write_results
 from jaxscale.train.files import read_gin, write_gin
 from jaxscale.train.folders import is_new, new_folder
 from jaxscale.train.signals import stop_signals
+from jaxscale.working_copy import Mirror, NoMirror, as_named, local, mirrored
 
 _OWN = ("runner", "runs", "storage")
 """Fields that may change when a sweep is continued, and may differ between machines."""
@@ -162,12 +163,13 @@ class Prepared:
         """
         storage = self.storage()
         shared = None if storage is None else storage.connect(self.text)
-        path = open_folder(None if folder is None else Path(folder), self.text, name)
+        path = open_folder(None if folder is None else local(folder), self.text, name)
         journal = Journal(path, self.sweep.objective, shared=shared is not None)
         ledger = journal if shared is None else shared.ledger(journal, self.space)
         live = Live(path, self.sweep, self.space, self.steps, fresh=not journal.records(), quiet=quiet)
         results = _Results(path, live.show)
-        with contextlib.closing(ledger), stop_signals() as signals, live:
+        with mirrored(path) as mirror, contextlib.closing(ledger), stop_signals() as signals, live:
+            results.mirror = mirror
             if retry_failed:
                 live.retried(ledger.retry_failed())
             Coordinator(
@@ -196,9 +198,11 @@ class _Results:
         self.records: Sequence[Record] = ()
         self.states: list[str] = []
         self.written = 0.0
+        self.mirror: Mirror | NoMirror = NoMirror()
 
     def changed(self, records: Sequence[Record]) -> None:
         """Show records; write them at once if a state changed, else every `BETWEEN` seconds while trials run."""
+        self.mirror.check()
         self.show(records)
         self.records, before, self.states = records, self.states, [r.state for r in records]
         if self.states != before or RUNNING in self.states and time.monotonic() > self.written + BETWEEN:
@@ -228,9 +232,10 @@ def open_folder(path: Path | None, text: str, name: str) -> Path:
     try:
         before = read_gin(path / "sweep.gin")
     except OSError:
-        raise RunError(f"{path} already exists and holds no sweep; name another folder") from None
+        raise RunError(f"{as_named(path)} already exists and holds no sweep; name another folder") from None
     if before != text:
-        raise RunError(f"{path} holds another sweep: {differences(before, text)}; undo that, or name a new folder")
+        place = as_named(path)
+        raise RunError(f"{place} holds another sweep: {differences(before, text)}; undo that, or name a new folder")
     return path
 
 

@@ -139,7 +139,7 @@ class Loop:
                 with contextlib.suppress(CheckpointError):
                     self.checkpoints.close()
             if self.main:
-                with contextlib.suppress(*([RunError] if status == "failed" else [])):  # keep the first error
+                with contextlib.suppress(*([RunError, CheckpointError] if status == "failed" else [])):
                     self.record.status(status, self.saved.last_step(), sys.exception() if status == "failed" else None)
         self.run.state = state
         signal = self.signals.get("signal")

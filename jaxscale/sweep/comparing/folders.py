@@ -26,6 +26,7 @@ from jaxscale.seals import Lines
 from jaxscale.sweep.base import RUNNING
 from jaxscale.train.files import altered_lines, read_gin, read_json
 from jaxscale.train.metrics import Tail
+from jaxscale.working_copy import as_named, local
 
 Patterns = str | Path | Sequence[str | Path]
 
@@ -130,7 +131,7 @@ def read_runs(what: Patterns) -> list[Ran]:
       RunError: one names no run.
     """
     items = [what] if isinstance(what, str | Path) else list(what)
-    paths = list(dict.fromkeys(path for item in items for path in _find(Path(item))))
+    paths = list(dict.fromkeys(path for item in items for path in _find(local(item))))
     if not paths:
         raise RunError("name at least one run, sweep or pattern, as runs/*")
     return [read_run(path, name) for path, name in zip(paths, _names(paths), strict=True)]
@@ -239,13 +240,14 @@ def _find(item: Path) -> list[Path]:
     if item.is_dir():
         paths = [item] if is_run(item) else _runs_in(item)
         if not paths:
-            raise RunError(f"{item} is not a run and holds none: no {', '.join(_OF_A_RUN)} in it or one level down")
+            none = f"no {', '.join(_OF_A_RUN)} in it or one level down"
+            raise RunError(f"{as_named(item)} is not a run and holds none: {none}")
         return paths
     folders = sorted(Path(p) for p in glob.glob(str(item)) if Path(p).is_dir())
     paths = [path for folder in folders for path in ([folder] if is_run(folder) else _runs_in(folder))]
     if not paths:
         siblings = [str(p) for p in item.parent.glob("*") if p.is_dir()] if item.parent.is_dir() else []
-        raise RunError(f"{item} names no run{near(str(item), siblings) if len(siblings) <= 50 else ''}")
+        raise RunError(f"{as_named(item)} names no run{near(str(item), siblings) if len(siblings) <= 50 else ''}")
     return paths
 
 

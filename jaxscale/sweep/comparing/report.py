@@ -12,6 +12,7 @@ from jaxscale.sweep.comparing.folders import Patterns, Ran, read_runs
 from jaxscale.sweep.comparing.page import GENERATOR, page
 from jaxscale.sweep.comparing.pictures import draw_curves, draw_parallel
 from jaxscale.train.files import write_text
+from jaxscale.working_copy import local, upload
 
 PAGE = "report.html"
 PICTURES = {"curves.png": draw_curves, "parallel.png": draw_parallel}
@@ -43,8 +44,8 @@ def report(
       RunError: no run was named, or a file to be overwritten is not a report of jaxscale's.
     """
     runs = read_runs(what)
-    only = Path(what if isinstance(what, str | Path) else next(iter(what))) if _is_one(what) else None
-    folder = Path(out) if out is not None else only if only is not None and only.is_dir() else Path("report")
+    only = local(what if isinstance(what, str | Path) else next(iter(what))) if _is_one(what) else None
+    folder = local(out) if out is not None else only if only is not None and only.is_dir() else Path("report")
     for name in (PAGE, *PICTURES):
         _check_own(folder / name)
     if prompt is not None:
@@ -65,6 +66,7 @@ def report(
         except RunError as e:
             tell(str(e))
     write_text(folder / PAGE, text)
+    upload(folder)
     return folder / PAGE
 
 

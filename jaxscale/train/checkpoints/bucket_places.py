@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxscale.buckets import Bucket, BucketError
-from jaxscale.train.checkpoints.places import MANIFEST, WRITER, expired, taken
+from jaxscale.train.checkpoints.places import MANIFEST, WRITER, expired, second_writer
 
 log = logging.getLogger("jaxscale")
 
@@ -108,7 +108,7 @@ class BucketPlace:
         except FileNotFoundError:
             same = False
         if not same:
-            raise taken(self)
+            raise second_writer(self)
 
     def begin(self, step: int, session: str) -> BucketFiles:
         """See `Place`."""

@@ -220,7 +220,7 @@ class DiskPlace:
         except OSError:
             same = False
         if not same:
-            raise taken(self.path)
+            raise second_writer(self.path)
 
     def begin(self, step: int, session: str) -> DiskFiles:
         """See `Place`."""
@@ -277,7 +277,7 @@ def expired(place: Place, keep: int, keep_every: int | None) -> list[int]:
     return [s for s in place.steps()[:-keep] if not (keep_every and s % keep_every == 0) and s not in place.protected]
 
 
-def taken(folder: object) -> CheckpointError:
+def second_writer(folder: object) -> CheckpointError:
     """Make the error for a folder in which another session has begun to write."""
     return CheckpointError(
         f"another run has begun to write into {folder}; this one stops, so that neither overwrites the other: "

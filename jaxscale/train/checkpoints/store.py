@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from jaxscale.buckets import BucketError
 from jaxscale.errors import CheckpointError, DamagedCheckpoint
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.layout.tensors import path_name
@@ -74,8 +75,15 @@ class Checkpoints:
         return self.place.path if isinstance(self.place, DiskPlace) else str(self.place)
 
     def steps(self) -> list[int]:
-        """Return the steps with a finished checkpoint, ascending."""
-        return self.place.steps()
+        """Return the steps with a finished checkpoint, ascending.
+
+        Raises:
+          CheckpointError: they are in a bucket that cannot be read.
+        """
+        try:
+            return self.place.steps()
+        except BucketError as e:
+            raise CheckpointError(f"{e.strerror}") from None
 
     def save(self, state: TrainState, infos: dict[str, Tree], about: dict[str, Any]) -> None:
         """Start writing `state`; returns once its arrays may be overwritten.

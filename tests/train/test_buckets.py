@@ -1,0 +1,241 @@
+"""Runs in buckets, on servers of S3's and Google Cloud Storage's protocols: as on a disk, and nothing lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jaxscale as js
+from jaxscale import buckets, working_copy
+from jaxscale.buckets import Bucket, BucketError
+from jaxscale.cli import main
+from jaxscale.errors import CheckpointError, RunError
+from jaxscale.train.checkpoints.bucket_places import BucketPlace
+from tests.truth.servers import failing, object_stores
+
+pytest.importorskip("moto", reason="needs moto[server] and gcp-storage-emulator")
+SETTINGS = dict(
+    model=js.models.Transformer.Config(depth=1, width=32, heads=2, hidden=64),
+    data=js.data.synthetic(32, documents=40, length=60),
+    layout=js.Layout("data=2,fsdp=2"),
+    batch_size=8, seq_len=16, eval_batches=0, steps=6, checkpoint_every=2, keep=2, quiet=True,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stores():
+    with object_stores() as variables:
+        yield variables
+
+
+@pytest.fixture(autouse=True)
+def reached(stores, monkeypatch):
+    for name, value in stores.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(working_copy, "_fetched", {})
+    monkeypatch.setattr(working_copy, "PERIOD", 0.2)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The same run, on a disk and without an interruption."""
+    return js.fit(run=tmp_path_factory.mktemp("disk") / "run", **SETTINGS)
+
+
+@pytest.fixture(params=["s3", "gs"])
+def url(request, tmp_path):
+    return f"{request.param}://runs/{tmp_path.name}/run"
+
+
+def forget():
+    """As on another machine: no working copy."""
+    shutil.rmtree(working_copy.cache_root(), ignore_errors=True)
+    working_copy._fetched.clear()
+
+
+def assert_same_parameters(a, b):
+    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, run.params(6)) for run in (a, b)))
+
+
+def test_a_run_in_a_bucket_goes_on_elsewhere_and_ends_as_on_a_disk(url, whole, capfd):
+    first = js.fit(run=url, until=4, **SETTINGS)
+    assert first.checkpoints.steps() == [2, 4]
+    forget()
+    resumed = js.fit(run=url, resume=True, quiet=True)
+    forget()
+    read = js.load(url)
+    assert (read.place, read.checkpoints.steps()) == (url, [4, 6])  # keep = 2
+    assert [row["step"] for row in read.metrics()] == [1, 2, 3, 4, 5, 6]
+    assert read.info["status"] == "finished"
+    assert_same_parameters(whole, resumed)
+    assert_same_parameters(whole, read)
+    assert main(["checkpoint", "verify", url]) == 0
+    assert "checkpoint 6" in capfd.readouterr().out
+    assert not [key for key in Bucket(url).list("checkpoints/2/")]
+    with pytest.raises(RunError, match="already exists; resume it with --resume"):
+        js.fit(run=url, **SETTINGS)
+
+
+def test_a_run_on_a_disk_can_be_copied_into_a_bucket_and_back(whole, tmp_path, url):
+    bucket, back = Bucket(url), tmp_path / "back"
+    for file in whole.path.rglob("*"):
+        if file.is_file() and not file.name.startswith("."):
+            bucket.write(file.relative_to(whole.path).as_posix(), file.read_bytes() or b" ")
+    assert_same_parameters(whole, js.load(url))
+    started = js.fit(run=f"{url}-2", start=js.train.FromRun(url), **{**SETTINGS, "steps": 2})
+    assert started.config.start.path == url
+    for key in Bucket(f"{url}-2").list():
+        (back / key).parent.mkdir(parents=True, exist_ok=True)
+        (back / key).write_bytes(Bucket(f"{url}-2").read(key))
+    assert js.load(back).checkpoints.steps() == [2]
+    js.load(back).params(2)
+
+
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "damage", ["flip", *(pytest.param(d, marks=LONG) for d in ("truncate", "delete", "manifest"))]
+)
+def test_damage_is_noticed_and_training_goes_on_from_the_checkpoint_before(damage, tmp_path, whole, capfd):
+    url = f"s3://runs/{tmp_path.name}/run"
+    js.fit(run=url, until=4, **SETTINGS)
+    bucket = Bucket(f"{url}/checkpoints/4")
+    key = "manifest.json" if damage == "manifest" else next(k for k in bucket.list() if k.endswith("head/weight/c.0.0"))
+    data = bytearray(bucket.read(key))
+    data[len(data) // 2] ^= 1
+    bucket.delete(key) if damage == "delete" else bucket.write(key, data[:-1] if damage == "truncate" else data)
+    assert main(["checkpoint", "verify", url]) == 1
+    out = capfd.readouterr().out
+    assert "1 of 2 checkpoints are damaged" in out and "checkpoint 2: " in out
+    forget()
+    resumed = js.fit(run=url, resume=True, quiet=True)
+    assert resumed.checkpoints.steps() == [4, 6]
+    assert any("damaged-" in key for key in Bucket(url).list("checkpoints/4/"))  # set aside, not deleted
+    assert_same_parameters(whole, resumed)
+
+
+def test_a_writer_that_was_believed_dead_cannot_touch_the_other_ones_checkpoint(tmp_path):
+    url = f"s3://runs/{tmp_path.name}/run/checkpoints"
+    old, new = BucketPlace(url), BucketPlace(url)
+    old.take("0" * 8)
+    old.begin(2, "0" * 8).write("tensors/x/c", b"old")
+    new.take("1" * 8)
+    assert old.unfinished() == []  # what the other one left is gone
+    new.begin(2, "1" * 8).write("tensors/x/c", b"new")
+    new.publish(2, "1" * 8, b"the manifest")
+    old.begin(2, "0" * 8).write("tensors/x/c", b"late")
+    with pytest.raises(CheckpointError, match="another run has begun to write"):
+        old.publish(2, "0" * 8, b"late")
+    with pytest.raises(FileExistsError):
+        new.publish(2, "1" * 8, b"again")
+    new.publish(2, "1" * 8, b"the manifest")  # the answer was lost, and the request sent again
+    assert new.finished(2).read("manifest.json").tobytes() == b"the manifest"
+    assert new.finished(2).read(f"{'1' * 8}/tensors/x/c").tobytes() == b"new"
+
+
+def test_two_runs_in_one_folder_stop_the_first(tmp_path):
+    url, stopped = f"s3://runs/{tmp_path.name}/run", []
+
+    class Other(js.step.guards.FiniteGuard):
+        def watch(self, run):
+            watch = super().watch(run)
+            before = watch.before
+
+            def interfere(step, state):
+                if step == 3:
+                    Bucket(url).write(working_copy.WRITER, b"somebody else")
+                    stopped.append(step)
+                before(step, state)
+
+            object.__setattr__(watch, "before", interfere)
+            return watch
+
+    with pytest.raises((RunError, CheckpointError), match="another run has begun to write"):
+        js.fit(run=url, **{**SETTINGS, "guards": (Other(),), "steps": 400})
+    assert stopped == [3]
+
+
+@pytest.mark.parametrize("status", [503, pytest.param(500, marks=LONG), pytest.param(0, marks=LONG)])
+def test_a_server_that_fails_for_a_while_loses_nothing(status, stores, tmp_path, whole, monkeypatch):
+    url, count = f"s3://runs/{tmp_path.name}/run", iter(range(10**9))
+    monkeypatch.setattr(buckets, "RETRIES", {**buckets.RETRIES, "initial_delay": "5ms", "max_delay": "50ms"})
+    with failing(stores["AWS_ENDPOINT_URL"], lambda method, path: status if next(count) % 5 == 2 else None) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy)
+        run = js.fit(run=url, **SETTINGS)
+        assert run.checkpoints.steps() == [4, 6]
+    assert next(count) > 200
+    assert_same_parameters(whole, run)
+
+
+def test_credentials_that_expire_fail_the_next_step_and_a_resumed_run_uploads_the_rest(
+    stores, tmp_path, whole, monkeypatch
+):
+    url, uploads = f"s3://runs/{tmp_path.name}/run", []
+
+    def expired(method, path):
+        uploads.append((method, path))
+        return 403 if any(m == "PUT" and "/checkpoints/2/manifest" in p for m, p in uploads[:-1]) else None
+
+    with failing(stores["AWS_ENDPOINT_URL"], expired) as proxy, monkeypatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", proxy)
+        with pytest.raises((RunError, CheckpointError), match="access is denied .ExpiredToken.; check or renew"):
+            js.fit(run=url, **SETTINGS)
+    working_copy._fetched.clear()
+    resumed = js.fit(run=url, resume=True, quiet=True)
+    assert [row["step"] for row in resumed.metrics()] == [1, 2, 3, 4, 5, 6]
+    assert_same_parameters(whole, resumed)
+
+
+def test_what_cannot_be_reached_is_one_sentence_before_training(stores, tmp_path, monkeypatch):
+    with pytest.raises(RunError, match="there is no bucket s3://elsewhere; create it first"):
+        js.fit(run="s3://elsewhere/run", **SETTINGS)
+    with failing(stores["AWS_ENDPOINT_URL"], lambda method, path: 403) as proxy, monkeypatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", proxy)
+        with pytest.raises(RunError, match="access is denied .*AWS_ACCESS_KEY_ID"):
+            js.fit(run="s3://runs/denied", **SETTINGS)
+    with monkeypatch.context() as patch:
+        patch.setattr(buckets, "RETRIES", {"max_retries": 1, "initial_delay": "5ms", "max_delay": "5ms"})
+        patch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+        with pytest.raises(RunError, match="the server does not answer"):
+            js.fit(run="s3://runs/gone", **SETTINGS)
+    with pytest.raises(RunError, match="s3://runs/none is not a run folder: it does not exist"):
+        js.load("s3://runs/none").info  # noqa: B018
+    secrets = [v for k, v in os.environ.items() if k.startswith("AWS_SECRET")]
+    files = [p for p in Path(tmp_path).rglob("*") if p.is_file()]
+    assert not [p for p in files if any(s.encode() in p.read_bytes() for s in secrets if s != "tests")]
+
+
+def test_a_working_copy_that_is_ahead_of_its_bucket_stays(tmp_path):
+    url = f"s3://runs/{tmp_path.name}/folder"
+    copy = working_copy.local(url)
+    copy.mkdir(parents=True)
+    with working_copy.mirrored(copy):
+        (copy / "a.txt").write_text("one")
+        (copy / "gone.txt").write_text("x")
+    (copy / "a.txt").write_text("one and two")  # its upload was not reached
+    working_copy._fetched.clear()
+    assert working_copy.local(url).joinpath("a.txt").read_text() == "one and two"
+    Bucket(url).write("a.txt", b"from another machine")
+    Bucket(url).delete("gone.txt")
+    working_copy._fetched.clear()
+    assert working_copy.local(url).joinpath("a.txt").read_text() == "from another machine"
+    assert not (copy / "gone.txt").exists()
+
+
+def test_urls_and_their_working_copies_name_each_other():
+    for text in ("s3://b/a/c", Path("s3://b/a/c"), "s3://b/a/c/"):
+        assert working_copy.url_of(working_copy.copy_of(text) / "d") == "s3://b/a/c/d"
+    assert working_copy.url_of("runs/a") is None and not buckets.is_url("runs/s3:") and not buckets.is_url("s3:")
+    with pytest.raises(FileNotFoundError):
+        Bucket("s3://runs/a").read("missing")
+    with pytest.raises(BucketError, match="there is no bucket"):
+        Bucket("s3://nowhere").check()
+    assert json.loads(json.dumps(dataclasses.asdict(js.train.FromRun("s3://a/b", 3))))["path"] == "s3://a/b"

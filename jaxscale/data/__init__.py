@@ -7,6 +7,7 @@ Corpora have the same names here as in a gin file. Heavy packages are imported o
 """
 
 from jaxscale.data.batch import KEYS, Batch, Corpus, Ordered, Source
+from jaxscale.data.bin_tokens import BinTokens as bin_tokens
 from jaxscale.data.cache import cache_folder
 from jaxscale.data.chat import ChatTemplate
 from jaxscale.data.chat_files import ChatFiles as chat_files
@@ -16,6 +17,7 @@ from jaxscale.data.hf_dataset import HFDataset as hf_dataset
 from jaxscale.data.jsonl_files import JsonlFiles as jsonl_files
 from jaxscale.data.loader import Loader, heldout_batches
 from jaxscale.data.markov import Synthetic as synthetic
+from jaxscale.data.megatron_tokens import MegatronTokens as megatron_tokens
 from jaxscale.data.mixing import Mixture as mixture
 from jaxscale.data.packing import PACKINGS
 from jaxscale.data.parquet_files import ParquetFiles as parquet_files
@@ -41,11 +43,13 @@ __all__ = [
     "TextCorpus",
     "TokenFile",
     "Tokenizer",
+    "bin_tokens",
     "cache_folder",
     "chat_files",
     "heldout_batches",
     "hf_dataset",
     "jsonl_files",
+    "megatron_tokens",
     "mixture",
     "parquet_files",
     "prepare",

@@ -23,6 +23,7 @@ from jaxtyping import Float32, Int64, Integer
 
 from jaxscale.data.batch import Batch, Source, empty_batch
 from jaxscale.data.checked import Checked
+from jaxscale.data.joined import Joined
 from jaxscale.errors import DataError, near
 
 
@@ -46,7 +47,7 @@ class Documents:
     fingerprint: str
     vocab_size: int
     eos_id: int
-    tokens: Integer[np.ndarray, " t"] | Checked
+    tokens: Integer[np.ndarray, " t"] | Checked | Joined
     starts: Int64[np.ndarray, " n"]
     lengths: Int64[np.ndarray, " n"]
     learned: Integer[np.ndarray, " t"] | Checked | None = None

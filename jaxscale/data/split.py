@@ -72,3 +72,20 @@ def select(hashes: UInt64[np.ndarray, " n"], split: str, heldout: float, corpus:
             f"never divided, so give at least two, and a heldout fraction above 0{without}."
         )
     return mask
+
+
+def numbered_hashes(name: str, count: int) -> UInt64[np.ndarray, " n"]:
+    """Return hashes of a file's documents that have a number instead of a name, as `name_hash` for names.
+
+    They are outputs of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators") from
+    the seed `name_hash(name)`.
+
+    Args:
+      name: name of the file.
+      count: number of documents.
+    """
+    with np.errstate(over="ignore"):
+        x = np.uint64(name_hash(name)) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))

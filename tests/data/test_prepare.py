@@ -284,7 +284,7 @@ def test_a_pickled_tokenizer_has_the_file_and_encodes_the_same(tokenizer, tmp_pa
 def test_progress_in_a_log_file_has_bytes_documents_and_tokens(capsys, monkeypatch):
     clock = iter([0.0, 40.0, 41.0])
     monkeypatch.setattr("jaxscale.data.progress.time.monotonic", lambda: next(clock))
-    with Meter(2**20 * 100, "tokenizing") as meter:
+    with Meter(lambda: 2**20 * 100, "tokenizing") as meter:
         meter.advance(2**20 * 20, 4_000, 5_000_000)
     line = capsys.readouterr().err.splitlines()[0]
     assert line == "tokenizing: 20 MiB of 100 MiB, 512 KiB/s, 100 documents/s, 5,000,000 tokens, 2:40 left"

@@ -26,6 +26,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "Guards, snapshots and the watchdog": (
         "jaxscale.step.guards", "jaxscale.step.snapshots", "jaxscale.step.watchdog",
     ),
+    "Trackers": ("jaxscale.train.trackers",),
     "Layout": ("jaxscale.layout",),
     "Models": ("jaxscale.models",),
     "Model parts": ("jaxscale.nn",),

@@ -25,6 +25,7 @@ seed: randomseed rngseed dataseed
 keep: keepcheckpoints savetotallimit maxtokeep keeplatestk
 adapters: lora peft
 guards: callbacks hooks
+trackers: tensorboard tensorboarddir wandb usewandb mlflow reportto logger loggers logto tracker
 NextToken.loss: loss lossfn
 NextToken.z_loss: zloss zlossmultiplier zlossweight
 objective: task losstype

@@ -204,7 +204,6 @@ run = js.fit(
     seq_len=128,
     steps=8,
     eval_batches=0,
-    tensorboard=False,
     profile=(4, 7),
     run=Path(tempfile.mkdtemp()) / "run",
     quiet=True,

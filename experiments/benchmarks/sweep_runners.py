@@ -40,7 +40,6 @@ def main() -> None:
         batch_size=8,
         seq_len=32,
         eval_batches=2,
-        tensorboard=False,
     )
     axes = {"train.lr": [1e-3, 3e-3, 1e-2, 3e-2], "train.seed": [0, 1]}
     runners = {"Here()": Here, "SubMeshes()": SubMeshes, "Vmapped()": Vmapped}

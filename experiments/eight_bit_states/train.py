@@ -52,7 +52,6 @@ def config(model: str, states: str, seed: int, steps: int) -> js.TrainConfig:
         lr=MODELS[model][1],
         eval_every=100,
         eval_batches=8 if model == "experts" else 64,
-        tensorboard=False,
     )
 
 

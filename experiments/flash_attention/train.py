@@ -70,7 +70,6 @@ def config(way: Way, steps: int, dtype: str) -> js.TrainConfig:
         eval_batches=0,
         checkpoint_every=0,
         prompt=None,
-        tensorboard=False,
     )
 
 

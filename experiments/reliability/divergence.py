@@ -47,7 +47,6 @@ def small(**changes: Any) -> js.TrainConfig:
         batch_size=8,
         seq_len=16,
         eval_batches=0,
-        tensorboard=False,
     )
     return js.TrainConfig(**settings | changes)
 

@@ -54,7 +54,7 @@ def placed(self, done):
 Loop._place = placed
 model = js.models.Transformer.Config(depth=1, width=32, heads=2, hidden=64)
 js.fit(model=model, data=js.data.synthetic(256, documents=64, length=64), layout=js.Layout("data=4"), steps=10**6,
-       batch_size=8, seq_len=16, eval_batches=0, checkpoint_every=5, tensorboard=False, run=folder, quiet=True)
+       batch_size=8, seq_len=16, eval_batches=0, checkpoint_every=5, run=folder, quiet=True)
 """.replace("{step}", str(STEP))
 
 
@@ -76,7 +76,6 @@ train.batch_size = 8
 train.seq_len = 16
 train.eval_batches = 0
 train.checkpoint_every = 5
-train.tensorboard = False
 """
 
 FAULT = """

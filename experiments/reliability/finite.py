@@ -55,7 +55,6 @@ def config(seed: int) -> js.TrainConfig:
         seed=seed,
         eval_batches=0,
         checkpoint_every=SAVED,
-        tensorboard=False,
     )
 
 

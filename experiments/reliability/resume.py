@@ -78,7 +78,6 @@ def config_of(name: str) -> js.TrainConfig:
         eval_batches=0,
         checkpoint_every=SAVED,
         guards=(FiniteGuard(), SpikeGuard(window=8, z=20.0), FingerprintGuard(every=8)),
-        tensorboard=False,
     )
     return js.TrainConfig(**settings | made | {"layout": js.Layout(made["layout"])})
 

@@ -21,6 +21,5 @@ def config(**changes: Any) -> js.TrainConfig:
         batch_size=8,
         seq_len=16,
         eval_batches=0,
-        tensorboard=False,
     )
     return js.TrainConfig(**settings | changes)

@@ -61,7 +61,6 @@ train.steps = {STEPS}
 train.batch_size = 8
 train.seq_len = 32
 train.eval_batches = 0
-train.tensorboard = False
 train.snapshots = @Snapshots()
 """
 

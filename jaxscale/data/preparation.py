@@ -120,7 +120,7 @@ class _Preparation:
         end = self.entries[-1].end if self.entries else Counts()
         self.journal.write(self.entries)
         self.writer = TokenWriter(self.partial, self.tokenizer, self.corpus.masked, self.drop, end)
-        with self.writer, Meter(self.corpus.total, "tokenizing") as meter:
+        with self.writer, Meter(self.corpus.total(), "tokenizing") as meter:
             if self.drop and end.documents:
                 texts = np.memmap(self.partial / TEXTS, np.uint8, "r", shape=(end.documents, TEXT_DIGEST))
                 self.seen.add(np.array(texts))

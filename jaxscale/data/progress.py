@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from jaxscale.units import clock, human_bytes
@@ -21,23 +19,18 @@ class Meter:
     """Draws bytes, documents per second and tokens on stderr; a context manager.
 
     Args:
-      total: returns the bytes to read, `None` if that is unknown; called when something is drawn.
+      total: bytes to read; `None` if that is unknown.
       label: what is being done, such as "tokenizing".
     """
 
-    def __init__(self, total: Callable[[], int | None], label: str):
-        self._total, self.label = total, label
+    def __init__(self, total: int | None, label: str):
+        self.total, self.label = total, label
         self.size = self.documents = self.tokens = self.earlier = 0
         self._start = self._line = time.monotonic()
         self._bar: Any = None
 
     def __enter__(self) -> Meter:
         return self
-
-    @functools.cached_property
-    def total(self) -> int | None:
-        """Bytes to read; `None` if that is unknown."""
-        return self._total()
 
     def skip(self, size: int) -> None:
         """Count what an earlier, interrupted preparation has done.

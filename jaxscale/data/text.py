@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sysconfig
 from collections.abc import Iterator
@@ -94,11 +93,7 @@ class PythonStdlib(FileCorpus):
     def files(self) -> Files:
         """Return the library's modules."""
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = []
-        for folder, below, names in os.walk(root):
-            below[:] = [name for name in below if name not in _NOT_CODE]  # installed packages are many files
-            paths = (Path(folder, name) for name in names if name.endswith(".py"))
-            files += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
+        files = [(path.relative_to(root).as_posix(), path) for path in root.rglob("*.py") if path.is_file()]
         files = sorted((name, path) for name, path in files if _is_code(name))
         if not files:
             raise DataError(f"this Python has no library source in {root}; use text_files(glob) instead.")

@@ -16,6 +16,7 @@ from jaxscale.step.rates import model_flops
 from jaxscale.step.snapshots import Snapshots
 from jaxscale.step.state import Blueprint, TrainState, describe_model, make_params
 from jaxscale.step.step import batch_sharding, batch_shardings, jit_step
+from jaxscale.step.trackers import TrackedRun, Tracker, Tracking
 from jaxscale.step.unfreeze import Unfreeze
 from jaxscale.step.watchdog import Watchdog
 from jaxscale.step.weight_ema import WeightEMA
@@ -38,6 +39,9 @@ __all__ = [
     "NextToken",
     "Objective",
     "Snapshots",
+    "TrackedRun",
+    "Tracker",
+    "Tracking",
     "TrainConfig",
     "TrainState",
     "Watchdog",

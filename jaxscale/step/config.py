@@ -27,6 +27,7 @@ from jaxscale.step.objective import NextToken, Objective, token_loss
 from jaxscale.step.objective_checks import check_objective_of
 from jaxscale.step.snapshots import Snapshots
 from jaxscale.step.start import Start
+from jaxscale.step.trackers import Tracker
 from jaxscale.step.watchdog import Watchdog
 
 
@@ -71,7 +72,8 @@ class TrainConfig:
       prompt: text from which a sample is generated at the end; `None` generates none.
       snapshots: copies of the state in host memory, such as `Snapshots(every=10)`; none by default.
       watchdog: when another process counts as failed, which ends this one.
-      tensorboard: whether to write TensorBoard events as well; `None` does if tensorboardX is installed.
+      trackers: where metrics go besides `metrics.jsonl`, such as `TensorBoard()`, `Wandb()`, `MLflow()` and
+        `Trackio()` (see `jaxscale.step.trackers`).
 
     Raises:
       ConfigError: a setting is out of its range.
@@ -108,7 +110,7 @@ class TrainConfig:
     prompt: str | None = None
     snapshots: Snapshots = Snapshots(every=0)
     watchdog: Watchdog = Watchdog()
-    tensorboard: bool | None = None
+    trackers: tuple[Tracker, ...] = ()
 
     def __post_init__(self) -> None:
         for name, (methods, example) in _PARTS.items():
@@ -126,6 +128,7 @@ class TrainConfig:
             raise ConfigError(f"train.layout must be a layout such as Layout('data=8'), or None, not {self.layout!r}")
         self._check_start()
         self._check_guards()
+        self._check_trackers()
         self._check_evaluate_on()
         for name, least in _LEAST.items():
             value = getattr(self, name)
@@ -171,6 +174,13 @@ class TrainConfig:
         twice = next((n for n in names if names.count(n) > 1), None)
         if twice is not None:
             raise ConfigError(f"train.guards has two guards named '{twice}'; remove one of them")
+
+    def _check_trackers(self) -> None:
+        if not isinstance(self.trackers, tuple | list) or not all(isinstance(t, Tracker) for t in self.trackers):
+            raise ConfigError(
+                f"train.trackers must be a tuple of trackers, such as (TensorBoard(),), not {self.trackers!r}"
+            )
+        object.__setattr__(self, "trackers", tuple(self.trackers))
 
     def _check_evaluate_on(self) -> None:
         for name, corpus in self.evaluate_on.items():

@@ -8,7 +8,6 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -230,8 +229,8 @@ def check(config: TrainConfig) -> tuple[Blueprint, Schedule | None]:
       LayoutError: the layout does not fit the model or the batch.
       ConfigError: settings do not fit together.
     """
-    if config.tensorboard and find_spec("tensorboardX") is None:
-        raise ConfigError("train.tensorboard = True needs tensorboardX: pip install 'jaxscale[tb]'")
+    for tracker in config.trackers:
+        tracker.check()
     if config.objective.reference and config.start is None:
         raise ConfigError(
             f"{type(config.objective).__name__} compares with the parameters that a run starts from; set train.start, "

@@ -5,8 +5,19 @@ from typing import Any
 from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.run import RunFolder, checkpoints_in, read_config
 from jaxscale.train.start import FromRun
+from jaxscale.train.trackers import MLflow, TensorBoard, Trackio, Wandb
 
-__all__ = ["Checkpoints", "FromRun", "RunFolder", "checkpoints_in", "read_config"]
+__all__ = [
+    "Checkpoints",
+    "FromRun",
+    "MLflow",
+    "RunFolder",
+    "TensorBoard",
+    "Trackio",
+    "Wandb",
+    "checkpoints_in",
+    "read_config",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,10 +14,10 @@ from jaxscale import digests, reading
 from jaxscale.errors import AlteredFile, DamagedFile, RunError
 from jaxscale.seals import Lines, open_json, open_text, seal_json, seal_line, seal_text
 
-INFO, CONFIG = "run.json", "config.gin"
+INFO, CONFIG, TRACKERS = "run.json", "config.gin", "trackers.json"
 FILES = (
     CONFIG, INFO, "metrics.jsonl", "samples.jsonl", "skipped.jsonl", "outcome.json", "sweep.gin", "trials.jsonl",
-    digests.FILE,
+    TRACKERS, digests.FILE,
 )  # fmt: skip
 """Files of a run or sweep folder, in the order in which they are checked."""
 

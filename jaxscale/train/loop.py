@@ -107,7 +107,10 @@ class Loop:
     def train(self, resuming: bool) -> None:
         """Train; `run.json` is updated even if this raises, or another process fails."""
         with watching(self.config.watchdog, self.run.path, self.checkpoints.steps, self._mark_failed) as self.watchdog:
-            self._train(resuming)
+            try:
+                self._train(resuming)
+            finally:
+                self.record.finish()
 
     def _train(self, resuming: bool) -> None:
         config, reporter = self.config, self.reporter

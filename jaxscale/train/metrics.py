@@ -1,4 +1,4 @@
-"""`metrics.jsonl`, with one line per step, and TensorBoard."""
+"""`metrics.jsonl`, with one line per step."""
 
 from __future__ import annotations
 
@@ -124,42 +124,3 @@ def _step(row: dict[str, Any]) -> int | None:
     except (ValueError, KeyError, TypeError, OverflowError):
         return None
     return step if reading.is_whole(step) else None
-
-
-class TensorBoard:
-    """Writes scalars for TensorBoard with tensorboardX.
-
-    Args:
-      folder: where to write event files.
-    """
-
-    def __init__(self, folder: Path):
-        from tensorboardX import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder))
-
-    def write(self, row: dict[str, Any]) -> None:
-        """Write one step's numbers."""
-        for key, value in row.items():
-            if key != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(key, value, row["step"])
-
-    def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()
-
-
-def tensorboard_or_none(folder: Path, enabled: bool | None) -> TensorBoard | None:
-    """Make a TensorBoard writer: `True` always, `None` if tensorboardX is installed, `False` never.
-
-    Raises:
-      RunError: `enabled` is `True` and tensorboardX is not installed.
-    """
-    if enabled is False:
-        return None
-    try:
-        return TensorBoard(folder)
-    except ImportError:
-        if enabled:
-            raise RunError("train.tensorboard = True needs tensorboardX: pip install 'jaxscale[tb]'") from None
-        return None

@@ -11,9 +11,10 @@ from typing import Any
 from jaxscale.errors import DataError, RunError
 from jaxscale.step.prepare import Prepared
 from jaxscale.train.checkpoints import Checkpoints
-from jaxscale.train.files import INFO, write_json
-from jaxscale.train.metrics import MetricsFile, tensorboard_or_none
+from jaxscale.train.files import CONFIG, INFO, write_json
+from jaxscale.train.metrics import MetricsFile
 from jaxscale.train.run import HF, RunFolder, about, bring_companions, write_config
+from jaxscale.train.tracking import Trackers, tracked
 
 
 class Record:
@@ -29,6 +30,7 @@ class Record:
     def __init__(self, run: RunFolder, prepared: Prepared, checkpoints: Checkpoints, warn: Callable[[str], None]):
         self.run, self.prepared, self.checkpoints, self.warn = run, prepared, checkpoints, warn
         self._written: dict[str, Any] = {}
+        self._trackers: Trackers | None = None
 
     def begin(self, first: int) -> list[Any]:
         """Write the config and the status "running", from step `first`.
@@ -46,8 +48,18 @@ class Record:
         for setting in lost:
             self.warn(f"{setting} came from Python and cannot be written to config.gin; resume this run from Python")
         self.status("running", first)
-        board = tensorboard_or_none(run.path / "tensorboard", config.tensorboard)
-        return [MetricsFile(run.path / "metrics.jsonl"), *([board] if board else [])]
+        metrics = MetricsFile(run.path / "metrics.jsonl")
+        if not config.trackers:
+            return [metrics]
+        described = tracked(config, run.path, self._written["id"], first)
+        self._trackers = Trackers(config.trackers, described, self.warn)
+        self._trackers.artifact(run.path / CONFIG, first)
+        return [metrics, self._trackers]
+
+    def finish(self) -> None:
+        """Finish the trackers, after the last picture and sample; waits for a limited time."""
+        if self._trackers is not None:
+            self._trackers.finish(self._written["status"])
 
     def status(self, status: str, step: int, error: BaseException | None = None) -> None:
         """Write `run.json`; called by the main process only.
@@ -83,6 +95,8 @@ class Record:
             samples = MetricsFile(self.run.path / "samples.jsonl")
             samples.write({"step": step, "prompt": prompt, "text": text})
             samples.close()
+            if self._trackers is not None:
+                self._trackers.artifact(self.run.path / "samples.jsonl", step)
 
     def picture(self) -> None:
         """Write `loss.png`, or warn why that is not possible."""
@@ -92,6 +106,9 @@ class Record:
             self.run.plot(self.run.path / "loss.png")
         except RunError as e:
             self.warn(f"{e}")
+            return
+        if self._trackers is not None:
+            self._trackers.artifact(self.run.path / "loss.png", self._written["step"])
 
     def _started_from(self, before: dict[str, Any]) -> dict[str, Any]:
         """Entry with the run and checkpoint of the first parameters; looked up once, since that run may be deleted."""

@@ -338,8 +338,8 @@ def read_config(path: str | Path, bindings: Sequence[str] = (), *, replaced: Col
         )
     with gin_config.isolated():
         try:
-            if _OLD_LOSS.search(text):  # before objectives
-                text = _OLD_LOSS.sub(r"NextToken.\1 =", text) + "\ntrain.objective = @NextToken()\n"
+            if (new := _with_new_settings(text)) != text:
+                text = new
                 gin_config.load([], [text, *bindings], allow_imports=False)
             else:
                 gin_config.load([file], bindings, allow_imports=False)
@@ -362,6 +362,15 @@ def read_config(path: str | Path, bindings: Sequence[str] = (), *, replaced: Col
 
 
 _OLD_LOSS = re.compile(r"^train\.(loss|z_loss) =", re.MULTILINE)
+_OLD_TENSORBOARD = re.compile(r"^train\.tensorboard = (\w+)$", re.MULTILINE)
+
+
+def _with_new_settings(text: str) -> str:
+    """The text of a `config.gin` with today's settings in the place of those of earlier versions."""
+    if _OLD_LOSS.search(text):  # before objectives
+        text = _OLD_LOSS.sub(r"NextToken.\1 =", text) + "\ntrain.objective = @NextToken()\n"
+    tracker = {"True": "train.trackers = (@TensorBoard(),)"}  # None: where tensorboardX was installed
+    return _OLD_TENSORBOARD.sub(lambda old: tracker.get(old[1], ""), text)
 
 
 def _imports(path: Path) -> str:

@@ -161,11 +161,8 @@ def test_a_killed_process_that_tokenizes_is_named_and_the_next_call_goes_on(corp
     assert content(data.prepare(tmp_path / "out", corpus, BYTES).folder) == want
 
 
-@pytest.mark.parametrize("file", ["tokens.bin", "documents.bin", "hashes.bin", "texts.bin", NAME])
+@pytest.mark.parametrize("file", ["tokens.bin", "documents.bin", "hashes.bin", NAME])
 def test_damage_to_what_is_unfinished_is_made_again(corpus, tmp_path, file):
-    if file == "texts.bin":  # with it, documents in the second file are duplicates of finished ones
-        (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS[20:]))
-        corpus = data.jsonl_files(corpus.glob, duplicates="drop")
     want = content(data.prepare(tmp_path / "whole", corpus, BYTES).folder)
     (tmp_path / "b.jsonl").rename(tmp_path / "b.good")
     (tmp_path / "b.jsonl").write_text('{"text": 1}\n')
@@ -206,17 +203,6 @@ def test_duplicates_are_dropped_and_counted(corpus, tmp_path, processes):
     assert texts == list(dict.fromkeys(twice))
     assert file.meta["text"]["duplicates"] == len(twice) - len(set(twice))
     assert not (file.folder / "texts.bin").exists()
-
-
-def test_conversations_are_prepared_by_several_processes_with_their_masks(tmp_path):
-    rows = [{"prompt": f"{i} and {i} is ", "completion": str(2 * i)} for i in range(200)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    one, two = (
-        data.prepare(tmp_path / f"o{n}", data.chat_files(f"{tmp_path}/*.jsonl"), BYTES, processes=n) for n in (1, 2)
-    )
-    assert content(one.folder) == content(two.folder) and one.learned is not None
-    learned = BYTES.decode(one.tokens[one.learned == 1])
-    assert learned == "".join(f"{2 * i}\0" for i in range(200))
 
 
 def test_the_set_of_seen_texts_is_a_set():
@@ -284,7 +270,7 @@ def test_a_pickled_tokenizer_has_the_file_and_encodes_the_same(tokenizer, tmp_pa
 def test_progress_in_a_log_file_has_bytes_documents_and_tokens(capsys, monkeypatch):
     clock = iter([0.0, 40.0, 41.0])
     monkeypatch.setattr("jaxscale.data.progress.time.monotonic", lambda: next(clock))
-    with Meter(lambda: 2**20 * 100, "tokenizing") as meter:
+    with Meter(2**20 * 100, "tokenizing") as meter:
         meter.advance(2**20 * 20, 4_000, 5_000_000)
     line = capsys.readouterr().err.splitlines()[0]
     assert line == "tokenizing: 20 MiB of 100 MiB, 512 KiB/s, 100 documents/s, 5,000,000 tokens, 2:40 left"

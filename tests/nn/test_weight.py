@@ -84,9 +84,7 @@ MODEL = TransformerConfig(
     vocab=32, depth=2, width=16, heads=2, hidden=32, mlp=EXPERTS,
     attention_layer=MultiHeadLatent(kv_rank=8, q_rank=8, plain_dim=4, rotary_dim=4, value_dim=4),
 )  # fmt: skip
-ROWS = dict(
-    data=js.data.synthetic(32, documents=40, length=60), batch_size=8, seq_len=16, eval_batches=0, tensorboard=False
-)
+ROWS = dict(data=js.data.synthetic(32, documents=40, length=60), batch_size=8, seq_len=16, eval_batches=0)
 THREE = "data=2,fsdp=2,tensor=2"
 
 

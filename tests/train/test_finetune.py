@@ -36,7 +36,6 @@ RATE = 100.0  # so that what an update adds is not lost in what it is added to
 MODEL = TransformerConfig(vocab=32, depth=2, width=32, heads=4, kv_heads=2, hidden=64)
 ROWS = dict(
     data=js.data.synthetic(32, documents=40, length=60), batch_size=8, seq_len=16, eval_batches=0, quiet=True,
-    tensorboard=False,
 )  # fmt: skip
 
 
@@ -252,7 +251,7 @@ def test_merged_adapters_are_an_ordinary_run_from_the_command_line(base, tmp_pat
     rows = {"data.documents": 40, "data.length": 60, "data.vocab_size": 32}
     (tmp_path / "lora.gin").write_text(
         "train.adapters = @LoRA()\nLoRA.rank = 2\ntrain.data = @synthetic()\ntrain.layout = None\ntrain.steps = 2\n"
-        "train.batch_size = 8\ntrain.seq_len = 16\ntrain.eval_batches = 0\ntrain.tensorboard = False\n"
+        "train.batch_size = 8\ntrain.seq_len = 16\ntrain.eval_batches = 0\n"
         + "".join(f"{k.replace('data', 'synthetic')} = {v}\n" for k, v in rows.items())
     )
     assert main(["train", str(tmp_path / "lora.gin"), "--from", str(base.path), "--run", "tuned", "--quiet"]) == 0

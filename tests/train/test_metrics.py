@@ -11,7 +11,7 @@ import pytest
 import jaxscale as js
 from jaxscale.errors import RunError
 from jaxscale.step.rates import peak_flops
-from jaxscale.train.metrics import MetricsFile, read_metrics, tensorboard_or_none
+from jaxscale.train.metrics import MetricsFile, read_metrics
 from tests.truth.errors import raises_saying
 from tests.truth.runs import STEPS, bigram
 
@@ -138,11 +138,3 @@ def test_a_resume_replaces_what_was_written_after_it(tmp_path):
     steps = [1, 2, 3, 4, 3]  # killed at 4, resumed from 2, stopped at 3
     file.write_text("".join(f'{{"step": {s}, "loss": {i}}}\n' for i, s in enumerate(steps)))
     assert [(r["step"], r["loss"]) for r in read_metrics(file)] == [(1, 0), (2, 1), (3, 4)]
-
-
-def test_tensorboard_is_given_numbers_alone(tmp_path):
-    board = tensorboard_or_none(tmp_path, True)
-    board.write({"step": 3, "loss": 2.5, "slow_processes": [1, 2], "note": "x"})
-    board.close()
-    (events,) = tmp_path.iterdir()
-    assert b"loss" in events.read_bytes() and b"slow" not in events.read_bytes()

@@ -29,7 +29,7 @@ MODEL = TransformerConfig(vocab=32, depth=2, width=32, heads=4, kv_heads=2, hidd
 ROWS = dict(
     data=js.data.synthetic(32, documents=400, length=16), batch_size=8, seq_len=16, eval_batches=1, segments=False
 )
-QUIET = dict(quiet=True, tensorboard=False)
+QUIET = dict(quiet=True)
 
 
 @register(name="TestPreferred")
@@ -77,7 +77,7 @@ def base(tmp_path_factory):
 
 def config_of(base, layout=None, **more):
     more = {"objective": Preferred(), "start": FromRun(str(base.path)), **more}
-    return settled(TrainConfig(layout=layout, tensorboard=False, **ROWS, **more))
+    return settled(TrainConfig(layout=layout, **ROWS, **more))
 
 
 def test_value_and_gradient_are_those_of_the_papers_formula(base):

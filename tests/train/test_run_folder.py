@@ -188,23 +188,6 @@ def test_without_matplotlib_a_run_finishes_and_says_what_is_missing(monkeypatch,
     assert run.info["status"] == "finished" and not (run.path / "loss.png").exists()
 
 
-def test_tensorboard_has_events_where_it_is_installed():
-    pytest.importorskip("tensorboardX")
-    run = fit(steps=1, tensorboard=None)
-    assert list((run.path / "tensorboard").glob("events.out.tfevents*"))
-
-
-def test_tensorboard_is_left_out_where_it_is_not_installed(monkeypatch):
-    _forbid(monkeypatch, "tensorboardX")
-    assert not (fit(steps=1, tensorboard=None).path / "tensorboard").exists()
-
-
-def test_tensorboard_that_was_asked_for_and_is_not_installed_is_an_error(monkeypatch):
-    _forbid(monkeypatch, "tensorboardX")
-    with raises_saying(RunError, "train.tensorboard = True", "pip install 'jaxscale[tb]'"):
-        fit(steps=1, tensorboard=True)
-
-
 def test_a_config_cannot_be_changed(finished_run):
     with pytest.raises(dataclasses.FrozenInstanceError):
         finished_run.config.steps = 3

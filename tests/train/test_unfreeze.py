@@ -24,7 +24,7 @@ from tests.truth.errors import raises_saying
 
 MODEL = TransformerConfig(vocab=32, depth=2, width=32, heads=4, kv_heads=2, hidden=64)
 ROWS = dict(data=js.data.synthetic(32, documents=400, length=16), batch_size=8, seq_len=16, eval_batches=1)
-QUIET = dict(quiet=True, tensorboard=False)
+QUIET = dict(quiet=True)
 NORMS = Unfreeze(("*norm*", "head"))
 
 
@@ -36,7 +36,7 @@ def base(tmp_path_factory):
 
 def config_of(base, layout=None, **more):
     more = {"adapters": NORMS, "start": FromRun(str(base.path)), "schedule": Constant(), **more}
-    return settled(TrainConfig(layout=layout, tensorboard=False, lr=1e-2, **ROWS, **more))
+    return settled(TrainConfig(layout=layout, lr=1e-2, **ROWS, **more))
 
 
 def chosen(path):

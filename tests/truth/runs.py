@@ -47,7 +47,6 @@ train.steps = {steps}
 train.batch_size = 8
 train.seq_len = 16
 train.eval_batches = 2
-train.tensorboard = False
 """
 
 
@@ -101,7 +100,6 @@ def bigram(**changes: Any) -> dict[str, Any]:
         batch_size=8,
         seq_len=16,
         eval_batches=0,
-        tensorboard=False,
     )
     return settings | changes
 
@@ -132,7 +130,6 @@ def transformer(text: Path, **changes: Any) -> js.TrainConfig:
         batch_size=8,
         seq_len=16,
         eval_batches=2,
-        tensorboard=False,
     )
     return js.TrainConfig(**settings | changes)
 

@@ -29,7 +29,6 @@ train.steps = 4
 train.batch_size = 8
 train.seq_len = 16
 train.eval_batches = 1
-train.tensorboard = False
 """
 """The run of `tests.truth.runs.bigram`, which compiles quickly."""
 

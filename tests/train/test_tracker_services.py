@@ -1,0 +1,88 @@
+"""wandb offline, MLflow on SQLite and Trackio on this machine record a run and its resume; read back without ours."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+import jaxscale as js
+from tests.truth.runs import bigram
+
+pytestmark = pytest.mark.long
+
+
+def track(tracker):
+    """A run of two steps, resumed for two more."""
+    config = js.TrainConfig(**bigram(trackers=(tracker,)))
+    options = dict(run="tracked", quiet=True, eval_batches=2)
+    js.fit(config, until=2, **options)
+    time.sleep(1.1)  # wandb names its folders by the second
+    return js.fit(config, resume=True, **options)
+
+
+def losses(run):
+    return [(row["step"], pytest.approx(row["loss"])) for row in run.metrics()]
+
+
+def test_mlflow_has_one_run_with_all_steps_settings_and_files(tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    run = track(js.train.MLflow("bigrams", uri=f"sqlite:///{tmp_path}/mlflow.db"))
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (record,) = client.search_runs([client.get_experiment_by_name("bigrams").experiment_id])
+    assert record.info.run_name == "tracked" and record.info.status == "FINISHED"
+    assert record.data.tags["jaxscale.id"] == run.info["id"] and record.data.params["train.steps"] == "4"
+    assert [(m.step, m.value) for m in client.get_metric_history(record.info.run_id, "loss")] == losses(run)
+    assert [m.step for m in client.get_metric_history(record.info.run_id, "eval_loss")] == [2, 4]
+    assert [a.path for a in client.list_artifacts(record.info.run_id)] == ["config.gin", "loss.png"]
+
+
+def test_trackio_has_one_run_with_all_steps(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    run = track(js.train.Trackio("bigrams"))
+    name = f"tracked-{run.info['id'][:6]}"
+    assert SQLiteStorage.get_runs("bigrams") == [name]
+    rows = SQLiteStorage.get_logs("bigrams", name)
+    assert [(row["step"], row["loss"]) for row in rows if isinstance(row.get("loss"), float)] == losses(run)
+    assert sum("config" in row for row in rows) == 2 and list((tmp_path / "trackio").rglob("*.png"))
+
+
+def test_wandb_offline_has_all_steps_under_one_id():
+    pytest.importorskip("wandb")
+    run = track(js.train.Wandb("bigrams", mode="offline"))
+    rows, ids = [], set()
+    for folder in sorted((run.path / "wandb").glob("offline-run-*")):
+        (file,) = folder.glob("*.wandb")
+        for record in _records(file.read_bytes()):
+            if record.HasField("run"):
+                ids.add((record.run.run_id, record.run.project, record.run.display_name))
+            if record.HasField("history"):
+                items = record.history.item
+                rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
+        assert (folder / "files" / "config.gin").exists() and list(folder.rglob("media/images/loss*.png"))
+    assert ids == {(run.info["id"], "bigrams", "tracked")}
+    assert [(row["step"], row["loss"]) for row in rows if isinstance(row.get("loss"), float)] == losses(run)
+
+
+def _records(data):
+    """Read a .wandb file: 7 bytes of header, then LevelDB's log of blocks of 32 KiB.
+
+    https://github.com/google/leveldb/blob/main/doc/log_format.md
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    at, whole = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        whole += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield Record.FromString(whole)
+            whole = b""

@@ -68,6 +68,8 @@ class TrainConfig:
       checkpoint_every: steps between checkpoints; 0 writes one only at the end.
       keep: number of newest checkpoints to keep.
       keep_every: checkpoints whose step is a multiple of this are never deleted; `None` makes no such exception.
+      staging: for runs in a bucket, a folder of a disk that all processes share: checkpoints are written there first
+        and uploaded behind the run. `None` writes into the bucket.
       guards: checks during the run (see `jaxscale.step.guards`), such as `FiniteGuard()` and `SpikeGuard()`.
       prompt: text from which a sample is generated at the end; `None` generates none.
       snapshots: copies of the state in host memory, such as `Snapshots(every=10)`; none by default.
@@ -106,6 +108,7 @@ class TrainConfig:
     checkpoint_every: int = 0
     keep: int = 3
     keep_every: int | None = None
+    staging: str | None = None
     guards: tuple[Guard, ...] = (FiniteGuard(),)
     prompt: str | None = None
     snapshots: Snapshots = Snapshots(every=0)

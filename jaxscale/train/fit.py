@@ -15,13 +15,15 @@ from jaxscale.errors import ConfigError, near
 from jaxscale.step.blueprint import settled
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.prepare import Prepared, prepare
+from jaxscale.train import agree
 from jaxscale.train.folders import choose_folder
+from jaxscale.train.listener import machine
 from jaxscale.train.loop import Loop, Services
 from jaxscale.train.report import Reporter
 from jaxscale.train.run import RunFolder, read_config
 from jaxscale.train.signals import stop_signals
 from jaxscale.train.watchdog import preparing
-from jaxscale.working_copy import local, mirrored
+from jaxscale.working_copy import local, mirrored, url_of
 
 
 def fit(
@@ -76,6 +78,7 @@ def fit(
         if config.start is not None and (resume is not True or config.keeps_start):
             config.start.check(prepared.blueprint.of_model().infos)
         path = None if run is None else local(run, update=jax.process_index() == 0)
+        _check_staging(config, path)
         folder, resuming, lock = choose_folder(config, path, resume, name, reporter.say)
     out = RunFolder(folder, config)
     with contextlib.ExitStack() as stack:
@@ -87,6 +90,21 @@ def fit(
         out.mirror = stack.enter_context(mirrored(folder, out.is_main))
         Loop(config, prepared, out, reporter, profile, until or config.steps, signals, stop, services).train(resuming)
     return out
+
+
+def _check_staging(config: TrainConfig, folder: Path | None) -> None:
+    if config.staging is None:
+        return
+    if folder is None or url_of(folder) is None:
+        raise ConfigError(
+            f"train.staging = '{config.staging}' is for runs in a bucket, and {folder or 'runs/'} is on a disk; leave "
+            "it out, or name a bucket, such as --run s3://bucket/runs/one"
+        )
+    if len(set(agree.gather(machine()))) > 1:
+        raise ConfigError(
+            f"train.staging = '{config.staging}' needs one disk for all processes, and they are on several machines; "
+            "leave it out: each process then writes its shards into the bucket"
+        )
 
 
 def check_profile(profile: tuple[int, int] | None, config: TrainConfig) -> None:

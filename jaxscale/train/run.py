@@ -31,11 +31,12 @@ from jaxscale.step.rates import parameter_count
 from jaxscale.step.state import TrainState, describe_model
 from jaxscale.step.texts import text_ids
 from jaxscale.train.checkpoints import Checkpoints
+from jaxscale.train.checkpoints.staged import StagedCheckpoints
 from jaxscale.train.files import CONFIG, INFO, list_files, read_gin, read_json, write_gin
 from jaxscale.train.metrics import read_metrics
 from jaxscale.train.plot import plot_loss
 from jaxscale.version import __version__
-from jaxscale.working_copy import Mirror, NoMirror, as_named, inside, local
+from jaxscale.working_copy import Mirror, NoMirror, as_named, inside, local, url_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,8 +108,12 @@ class RunFolder:
     @property
     def checkpoints(self) -> Checkpoints:
         """The run's checkpoints."""
-        keep = {"keep": self.config.keep, "keep_every": self.config.keep_every}
-        return checkpoints_in(self.path, **keep, before_publish=self.mirror.flush)
+        keep: Any = {"keep": self.config.keep, "keep_every": self.config.keep_every}
+        own = checkpoints_in(self.path, **keep, before_publish=self.mirror.flush)
+        staging = self.config.staging
+        if staging is None or url_of(self.path) is None:
+            return own
+        return StagedCheckpoints(own, staging, **keep)
 
     @property
     def imported(self) -> Companions | None:

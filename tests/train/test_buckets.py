@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import jax
@@ -16,8 +17,8 @@ import jaxscale as js
 from jaxscale import buckets, working_copy
 from jaxscale.buckets import Bucket, BucketError
 from jaxscale.cli import main
-from jaxscale.errors import CheckpointError, RunError
-from jaxscale.train.checkpoints.bucket_places import BucketPlace
+from jaxscale.errors import CheckpointError, ConfigError, RunError
+from jaxscale.train.checkpoints.bucket_places import BucketFiles, BucketPlace
 from tests.truth.servers import failing, object_stores
 
 pytest.importorskip("moto", reason="needs moto[server] and gcp-storage-emulator")
@@ -192,6 +193,38 @@ def test_credentials_that_expire_fail_the_next_step_and_a_resumed_run_uploads_th
     resumed = js.fit(run=url, resume=True, quiet=True)
     assert [row["step"] for row in resumed.metrics()] == [1, 2, 3, 4, 5, 6]
     assert_same_parameters(whole, resumed)
+
+
+def test_checkpoints_are_staged_on_a_disk_and_read_from_whichever_is_whole(stores, tmp_path, whole, monkeypatch):
+    url, staging = f"s3://runs/{tmp_path.name}/run", tmp_path / "staging"
+    slow = threading.Event()
+    uploads = BucketFiles.write
+    monkeypatch.setattr(BucketFiles, "write", lambda *args: (slow.wait(60), uploads(*args))[1])
+
+    class Release:
+        def __call__(self):  # after every step
+            return self.steps.append(1) or len(self.steps) == 4 and (slow.set() or False)
+
+        def __init__(self):
+            self.steps = []
+
+    run = js.fit(run=url, until=4, staging=str(staging), stop=Release(), **SETTINGS)
+    assert Bucket(url).exists("checkpoints/4/manifest.json")  # training waited for no upload but the last
+    [folder] = staging.glob("*/checkpoints")
+    assert sorted(p.name for p in folder.iterdir() if p.name.isdecimal()) == ["2", "4"]
+    chunk = next((folder / "4").rglob("head/weight/c.0.0"))
+    chunk.write_bytes(bytes(len(chunk.read_bytes())))
+    monkeypatch.setattr(BucketFiles, "write", uploads)
+    resumed = js.fit(run=url, resume=True, quiet=True)  # 4 from the bucket, since that on the disk is damaged
+    assert resumed.checkpoints.steps() == [4, 6]
+    assert_same_parameters(whole, resumed)
+    shutil.rmtree(staging)
+    forget()
+    assert_same_parameters(whole, js.load(url))
+    assert run.place == url
+    with pytest.raises(ConfigError, match="train.staging = 'x' is for runs in a bucket, and here is on a disk; leave"):
+        js.fit(run="here", staging="x", **SETTINGS)
+    assert not Path("here").exists()
 
 
 def test_what_cannot_be_reached_is_one_sentence_before_training(stores, tmp_path, monkeypatch):

@@ -178,7 +178,10 @@ class Checkpoints:
           DamagedCheckpoint: the manifest is missing, unreadable, or of another run.
           CheckpointError: there is no such checkpoint, or its schema is newer than this version.
         """
-        have = self.steps()
+        return self._own_manifest(step)
+
+    def _own_manifest(self, step: int) -> Manifest:
+        have = Checkpoints.steps(self)
         if step not in have:
             known = ", ".join(map(str, have)) or "none"
             raise CheckpointError(f"there is no finished checkpoint {step} in {self.place}; finished are: {known}")
@@ -199,7 +202,11 @@ class Checkpoints:
         Raises:
           CheckpointError: see `manifest`.
         """
-        return open_arrays(self.place.finished(step), self.manifest(step))
+        return open_arrays(self.place.finished(step), self._own_manifest(step))
+
+    def _stores(self, step: int) -> list[Checkpoints]:
+        """Return where to read a checkpoint, the best first; equally many on all processes."""
+        return [self]
 
     def restore(
         self,
@@ -309,15 +316,15 @@ class Checkpoints:
         """Read the newest checkpoint that is not damaged on any process, or that of `step`; returns step and result."""
         steps = [step] if step is not None else agree.broadcast(self.steps())[::-1]
         fault = ""
-        for one in steps:
+        for one, store in [(s, store) for s in steps for store in self._stores(s)]:
             results: list[T] = []
             fault, hopeless = "", False
             try:
-                manifest = self.manifest(one)
+                manifest = store._own_manifest(one)
                 if manifest["digest"] is None:
-                    say(f"checkpoint {one} in {self.place} is of schema {manifest['written']}, which has no digests: "
+                    say(f"checkpoint {one} in {store.place} is of schema {manifest['written']}, which has no digests: "
                         "its values are loaded unchecked")  # fmt: skip
-                results.append(read(manifest, open_arrays(self.place.finished(one), manifest)))
+                results.append(read(manifest, open_arrays(store.place.finished(one), manifest)))
             except CheckpointError as e:
                 fault, hopeless = str(e), not isinstance(e, DamagedCheckpoint)
             # processes read different chunks, and one may not see the folder
@@ -326,7 +333,7 @@ class Checkpoints:
                 raise CheckpointError(fault)
             if not fault:
                 return one, results[0]
-            if one != steps[-1] and jax.process_index() == 0:
+            if (one != steps[-1] or store is not self._stores(one)[-1]) and jax.process_index() == 0:
                 log.warning("%s; going back to the checkpoint before it", fault)
         if not steps:
             raise CheckpointError(f"there is no finished checkpoint in {self.place}")

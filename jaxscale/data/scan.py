@@ -148,7 +148,7 @@ def _raise_outside(array: TokenArray, vocab_size: int) -> None:
 
 def _load(file: Path) -> Scan | None:
     try:
-        with np.load(file, allow_pickle=False) as saved:
+        with np.load(file) as saved:
             return Scan(
                 str(saved["content"]), NEW, saved["digests"], saved["ends"], int(saved["least"]), int(saved["most"])
             )

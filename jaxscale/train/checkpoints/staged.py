@@ -98,8 +98,8 @@ class StagedCheckpoints(Checkpoints):
         """Return the steps to upload: newer than the bucket's newest, and multiples of `keep_every` before the rest."""
         newest = max(self.bucket.steps(), default=-1)
         steps = [step for step in super().steps() if step > newest]
-        kept = [step for step in steps if self._keep_every and step % self._keep_every == 0]
-        return [*kept, *([steps[-1]] if steps and steps[-1] not in kept else [])]
+        multiples = [step for step in steps if self._keep_every and step % self._keep_every == 0]
+        return [*multiples, *([steps[-1]] if steps and steps[-1] not in multiples else [])]
 
     def _start_upload(self) -> None:
         if self._uploading is None or not self._uploading.is_alive():

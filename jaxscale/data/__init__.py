@@ -23,6 +23,8 @@ from jaxscale.data.packing import PACKINGS
 from jaxscale.data.parquet_files import ParquetFiles as parquet_files
 from jaxscale.data.preparation import prepare
 from jaxscale.data.prepared import PreparedTokens as token_file
+from jaxscale.data.records import UserRecords as records
+from jaxscale.data.records import as_corpus
 from jaxscale.data.storage import TokenFile
 from jaxscale.data.text import PythonStdlib as python_stdlib
 from jaxscale.data.text import TextFiles as text_files
@@ -44,6 +46,7 @@ __all__ = [
     "TokenFile",
     "Tokenizer",
     "bin_tokens",
+    "as_corpus",
     "cache_folder",
     "chat_files",
     "heldout_batches",
@@ -54,6 +57,7 @@ __all__ = [
     "parquet_files",
     "prepare",
     "python_stdlib",
+    "records",
     "synthetic",
     "text_files",
     "to_devices",

@@ -11,7 +11,7 @@ from typing import Any
 import optax
 
 from jaxscale.config import meant, register
-from jaxscale.data import ByteTokenizer, Corpus, Tokenizer, python_stdlib
+from jaxscale.data import ByteTokenizer, Corpus, Tokenizer, as_corpus, python_stdlib
 from jaxscale.data.packing import PACKINGS
 from jaxscale.errors import ConfigError, DataError, near
 from jaxscale.layout import Layout
@@ -38,7 +38,7 @@ class TrainConfig:
 
     Args:
       model: a model config, such as `Transformer.Config(depth=8)`.
-      data: a corpus, such as `python_stdlib()`.
+      data: a corpus, such as `python_stdlib()`; other objects with `__len__` and `__getitem__` become `records(data)`.
       start: where initial parameters are from, such as `FromRun('runs/qwen3')`; `None` draws random ones. If `model` or
         `tokenizer` has its default, that run's is used (see `settled`).
       adapters: `LoRA()` trains adapters beside a frozen model, `Unfreeze(targets)` some of its parameters, `None` all.
@@ -116,6 +116,8 @@ class TrainConfig:
     trackers: tuple[Tracker, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "data", as_corpus(self.data))
+        object.__setattr__(self, "evaluate_on", {n: as_corpus(corpus) for n, corpus in self.evaluate_on.items()})
         for name, (methods, example) in _PARTS.items():
             value = getattr(self, name)
             plain = name == "optimizer" and isinstance(value, optax.GradientTransformation)

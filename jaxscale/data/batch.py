@@ -91,6 +91,20 @@ class OrdersGroups(Ordered, Protocol):
         ...
 
 
+@runtime_checkable
+class OrdersBatches(Ordered, Protocol):
+    """An ordered source whose order may depend on the step that reads a row."""
+
+    def in_batches(self, batch_size: int, group: int) -> Callable[[np.ndarray, int], np.ndarray]:
+        """Return a function like `order`, for global rows of which step s reads those from s * batch_size on.
+
+        Args:
+          batch_size: number of rows of a step.
+          group: number of consecutive rows that stay together; divides `batch_size`.
+        """
+        ...
+
+
 class Corpus(Protocol):
     """A set of named documents, of which a tokenizer and a packing make a source."""
 

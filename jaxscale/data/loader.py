@@ -18,8 +18,9 @@ from jaxscale.errors import DataError
 class Loader:
     """Reads batches of a source in a seeded, endless order.
 
-    Row r of step s is global row g = s * batch_size + r. Which row of the source it is depends only on the seed and g,
-    so any number of processes can read their own rows of the same global batch.
+    Row r of step s is global row g = s * batch_size + r. Which row of the source it is depends only on the seed and g
+    (and on the batch size, if the weights of a mixture change at steps), so any number of processes can read their own
+    rows of the same global batch.
 
     Args:
       source: the rows.
@@ -46,7 +47,7 @@ class Loader:
             raise DataError(
                 f"batch_size={self.batch_size} is not a multiple of {self.group}, the rows that stay together."
             )
-        object.__setattr__(self, "_order", order_of(self.source, self.group))
+        object.__setattr__(self, "_order", order_of(self.source, self.group, self.batch_size))
 
     @cached_property
     def arrays(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:

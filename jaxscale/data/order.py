@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Int64
 
-from jaxscale.data.batch import Ordered, OrdersGroups, Source
+from jaxscale.data.batch import Ordered, OrdersBatches, OrdersGroups, Source
 from jaxscale.errors import DataError
 
 Order = Callable[[np.ndarray, int], np.ndarray]
@@ -83,16 +83,19 @@ class Grouped:
         return self._groups(group, seed) * self._size + within
 
 
-def order_of(source: Source, group: int = 1) -> Order:
+def order_of(source: Source, group: int = 1, batch_size: int | None = None) -> Order:
     """Return the source's own order if it has one, otherwise a shuffle by epoch.
 
     Args:
       source: the rows.
       group: number of consecutive rows that belong together.
+      batch_size: rows of a step; `None` if rows are not read in steps.
 
     Raises:
       DataError: the source's own order has no groups, or the source has no whole group.
     """
+    if batch_size is not None and isinstance(source, OrdersBatches):
+        return source.in_batches(batch_size, group)
     if isinstance(source, Ordered):
         if group == 1:
             return source.order

@@ -20,6 +20,14 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{s:02}" if minutes >= 60 else f"{minutes}:{s:02}"
 
 
+def span(seconds: float) -> str:
+    """Return a span of time such as "3.2 s", "4 min 10 s" or "2 h 5 min"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.3g} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
 def human_seconds(t: float) -> str:
     """A number of seconds such as `1.5 ms`: three digits of the largest unit that fits, s, ms, us or ns."""
     for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):

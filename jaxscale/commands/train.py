@@ -6,6 +6,7 @@ import argparse
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,7 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
     """Train; returns the exit code."""
+    began = time.time()
     from jaxscale.run import fit
     from jaxscale.train.fit import check_profile
 
@@ -88,6 +90,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         name=Path(args.config).stem if args.config else "run",
         profile=profile,
         quiet=args.quiet,
+        began=began,
     )
     if not args.quiet and trained.is_main:
         print(_next_steps(trained, config))

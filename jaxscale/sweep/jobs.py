@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxscale import config as gin_config
-from jaxscale.errors import JaxscaleError
+from jaxscale.errors import JaxscaleError, RunError
 from jaxscale.run import fit
 from jaxscale.step import TrainConfig, model_flops
 from jaxscale.step.rates import examples, parameter_count
@@ -21,7 +21,9 @@ from jaxscale.sweep.journal import job_file
 from jaxscale.sweep.outcomes import Outcome
 from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.files import read_json, write_json
+from jaxscale.train.goodput import is_goodput
 from jaxscale.train.metrics import read_metrics
+from jaxscale.train.run import RunFolder
 from jaxscale.working_copy import inside
 
 
@@ -57,7 +59,8 @@ def run_job(job: Job, fit: Callable[..., Any] = fit, **options: Any) -> None:
             traceback.print_exc()
             state, steps, error = FAILED, _reached(job.folder), sentence(e)
         seconds = before.seconds + time.time() - began
-        Outcome(state, steps, seconds, error, {} if config is None else sizes(config, steps)).write(job.folder)
+        more = {} if config is None else {**sizes(config, steps), **_goodput(job.folder)}
+        Outcome(state, steps, seconds, error, more).write(job.folder)
 
 
 def config_of(job: Job) -> TrainConfig:
@@ -72,6 +75,15 @@ def sizes(config: TrainConfig, steps: int) -> dict[str, float]:
     (unit, count), flops = examples(config), model_flops(config)
     counts: dict[str, float] = {unit: steps * count, "parameters": parameter_count(config)}
     return counts if flops is None else {**counts, "flops": steps * flops}
+
+
+def _goodput(folder: Path) -> dict[str, float]:
+    """Return the run's goodput, 0 to 1, as a metric; nothing for a run that did not begin."""
+    try:
+        entry = RunFolder(folder).info.get("goodput")
+    except RunError:
+        return {}
+    return {"goodput": entry["share"]} if is_goodput(entry) else {}
 
 
 def sentence(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from jaxscale.errors import AlteredFile, DamagedFile
 from jaxscale.reading import LARGEST
 from jaxscale.sweep.base import DAMAGED, FAILED, FINISHED, PAUSED, RUNNING, STOPPED, WAITING, Record, Trial
 from jaxscale.train.files import altered, altered_lines, read_json, write_json
+from jaxscale.train.goodput import COLUMNS
 from jaxscale.train.metrics import Tail
 
 FILE = "outcome.json"
@@ -25,7 +26,7 @@ class Outcome:
       steps: number of steps in all.
       seconds: wall time, over all starts that wrote an outcome.
       error: why it failed.
-      sizes: `tokens` (or `rows`), `parameters` and `flops` of those steps.
+      sizes: `tokens` (or `rows`), `parameters` and `flops` of those steps, and the run's `goodput`.
     """
 
     state: str
@@ -98,7 +99,8 @@ class Progress:
         metrics: dict[str, float] = {}
         for row in rows:
             metrics |= {k: v for k, v in row.items() if _is_number(v)}
-        metrics.pop("time", None)
+        for name in ("time", *COLUMNS):
+            metrics.pop(name, None)
         metrics["steps"] = metrics.pop("step", 0)
         if outcome is not None:
             metrics |= outcome.sizes

@@ -17,6 +17,7 @@ from jaxscale.step.config import TrainConfig
 from jaxscale.step.prepare import Prepared, prepare
 from jaxscale.train import agree
 from jaxscale.train.folders import choose_folder
+from jaxscale.train.goodput import Goodput
 from jaxscale.train.listener import machine
 from jaxscale.train.loop import Loop, Services
 from jaxscale.train.report import Reporter
@@ -38,6 +39,7 @@ def fit(
     stop: Callable[[], bool] | None = None,
     prepare: Callable[[TrainConfig], Prepared] = prepare,
     services: Services = Services(),  # noqa: B008  (a value)
+    began: float | None = None,
     **settings: Any,
 ) -> RunFolder:
     """Train a model and write a run folder.
@@ -57,6 +59,7 @@ def fit(
       stop: called after every step; returning `True` stops the run as a signal would.
       prepare: checks the run and opens its data; pass your own to share work between runs.
       services: generation and planning for the loop; `jaxscale.fit` passes them.
+      began: when this session began, in seconds since 1970, for its goodput; by default now.
       **settings: fields of `TrainConfig`.
 
     Returns:
@@ -65,6 +68,7 @@ def fit(
     Raises:
       JaxscaleError: the settings are invalid or do not fit together; raised before anything is compiled or written.
     """
+    goodput = Goodput(began)
     if config is None and resume is True and run is not None:
         config = read_config(run, replaced=settings)
     config = _settings(config, settings)
@@ -88,7 +92,8 @@ def fit(
             stack.enter_context(config.layout)
         signals = stack.enter_context(stop_signals())
         out.mirror = stack.enter_context(mirrored(folder, out.is_main))
-        Loop(config, prepared, out, reporter, profile, until or config.steps, signals, stop, services).train(resuming)
+        last = until or config.steps
+        Loop(config, prepared, out, reporter, profile, last, signals, stop, services, goodput).train(resuming)
     return out
 
 

@@ -21,6 +21,7 @@ from jaxscale.step.prepare import Prepared
 from jaxscale.step.rates import examples, model_flops, peak_flops
 from jaxscale.step.state import TrainState
 from jaxscale.train import agree
+from jaxscale.train.goodput import OTHER, STEPPING, Goodput, sentence
 from jaxscale.train.record import Record
 from jaxscale.train.report import Reporter
 from jaxscale.train.run import RunFolder
@@ -68,6 +69,7 @@ class Loop:
       signals: filled in by `stop_signals` when the run should stop.
       stop: as in `fit`.
       services: generation and planning.
+      goodput: counts the time of this session since it began.
     """
 
     def __init__(
@@ -81,19 +83,21 @@ class Loop:
         signals: dict[str, str],
         stop: Callable[[], bool] | None,
         services: Services,
+        goodput: Goodput,
     ):
         self.config, self.prepared, self.run, self.reporter = config, prepared, run, reporter
         self.profile, self.last, self.signals, self.stop = profile, last, signals, stop
-        self.profiling, self.services = False, services
+        self.profiling, self.services, self.goodput = False, services, goodput
         self.main = jax.process_index() == 0
         self.checkpoints = run.checkpoints
         self.saved = Saved(run, prepared, self.checkpoints, reporter.say)
-        self.record = Record(run, prepared, self.checkpoints, reporter.warn)
+        self.record = Record(run, prepared, self.checkpoints, reporter.warn, goodput)
         self.skips = Skips(run.path / SKIPS)
         self.skips.passed = set(agree.broadcast(sorted(self.skips.passed)))
         watched = Watched(config.layout, prepared.loader, self.skips, reporter.say, reporter.warn)
         self.watches = [g.watch(watched) for g in config.guards]
         self.now = self.furthest = self.returns = self.offence = 0
+        self.pending: list[tuple[int, dict[str, jax.Array]]] = []  # steps whose numbers the loop has not waited for
         self.step = prepared.step_of(config)
         self.evaluate = prepared.eval_of(config)
         self.flops = model_flops(config)
@@ -108,13 +112,25 @@ class Loop:
         """Train; `run.json` is updated even if this raises, or another process fails."""
         with watching(self.config.watchdog, self.run.path, self.checkpoints.steps, self._mark_failed) as self.watchdog:
             try:
-                self._train(resuming)
+                with self.goodput.compiles():
+                    self._train(resuming)
             finally:
                 self.record.finish()
 
+    def _phase(self, step: int, name: str, *, disk: bool = False) -> None:
+        """Begin a phase, as the watchdog and the goodput call it."""
+        self.watchdog.phase(step, name, disk=disk)
+        self.goodput.phase(name, hidden=self._stepping_behind())
+
+    def _stepping_behind(self) -> bool:
+        """Whether the devices still take a step, so that what the host did meanwhile cost no time."""
+        if not self.pending:
+            return False
+        return not all(x.is_ready() for x in self.pending[-1][1].values() if isinstance(x, jax.Array))
+
     def _train(self, resuming: bool) -> None:
         config, reporter = self.config, self.reporter
-        self.watchdog.phase(0, "first state", disk=True)
+        self._phase(0, "first state", disk=True)
         self.snapshots = taker(config.snapshots, self.run.path)
         state = self.saved.first(self.snapshots, resuming)
         first = int(state.step)
@@ -128,11 +144,12 @@ class Loop:
             files += self.record.begin(first)
             self.snapshots.begin(state, self.saved.facts())
             state = self._run_to_end(state, files)
-            self.watchdog.phase(int(state.step), "end of the last save", disk=True)
+            self._phase(int(state.step), "end of the last save", disk=True)
             self.checkpoints.close()
             status = self._status(int(state.step))
         finally:
             reporter.stop()
+            self.pending = []
             self._end_profile()
             for one in (*self.watches, *files):
                 with contextlib.suppress(*([OSError] if status == "failed" else [])):  # keep the first error
@@ -145,6 +162,8 @@ class Loop:
                 with contextlib.suppress(*([RunError, CheckpointError] if status == "failed" else [])):
                     self.record.status(status, self.saved.last_step(), sys.exception() if status == "failed" else None)
         self.run.state = state
+        if self.main:
+            reporter.say(sentence(self.run.info["goodput"]))
         signal = self.signals.get("signal")
         self.run.stopped_by = signal if status == "stopped" and signal in STOPS else None
         self._conclude(int(state.step), status)
@@ -152,7 +171,7 @@ class Loop:
     def _conclude(self, step: int, status: str) -> None:
         """Draw the loss, then print a sample, or why the run is unfinished."""
         config, say = self.config, self.reporter.say
-        self.watchdog.phase(step, "picture and sample", disk=True)
+        self._phase(step, "picture and sample", disk=True)
         self.record.picture()
         if status != "finished":
             why = f"stopped by {self.signals['signal']}" if status == "stopped" else "paused"
@@ -174,7 +193,7 @@ class Loop:
             try:
                 state = self._steps(state, int(state.step), files)
                 self.reporter.stop()
-                self.watchdog.phase(int(state.step), "last save", disk=True)
+                self._phase(int(state.step), "last save", disk=True)
                 self._save(state)
                 return state
             except RollBack as e:
@@ -184,7 +203,7 @@ class Loop:
             state = self._roll_back(back)
 
     def _roll_back(self, back: RollBack) -> TrainState:
-        self.watchdog.phase(self.now, "going back", disk=True)
+        self._phase(self.now, "going back", disk=True)
         self.checkpoints.wait()
         self.snapshots.forget()
         target = agree.broadcast(self.saved.last_step())
@@ -200,17 +219,20 @@ class Loop:
         self.skips.pass_over(back.steps, target, str(back))
         skipping = f", and will skip {_spans(back.steps)}" if back.steps else ""
         self.reporter.warn(f"{back}; the run goes back to step {target}{skipping}")
+        self.goodput.rolled_back([row for row in self.run.metrics() if row["step"] > target] if self.main else [])
+        if self.main:
+            self.record.status("running", target)
         return self.saved.restore() if target else self.prepared.blueprint.init(self.config.seed)
 
     def _steps(self, state: TrainState, first: int, files: list[Any]) -> TrainState:
         config = self.config
-        pending: list[tuple[int, dict[str, jax.Array]]] = []
+        pending = self.pending = []
         self.reporter.start(self.last, first)
         self.clock = time.perf_counter()
         self.spent, self.timed = 0.0, 0
         for done in range(first, self.last):
             now = self.now = done + 1
-            self.watchdog.phase(now, "guards")
+            self._phase(now, "guards")
             for watch in self.watches:
                 watch.before(now, state)
             with self._profiled(now), jax.profiler.StepTraceAnnotation("train", step_num=now), self._explain_memory():
@@ -231,12 +253,12 @@ class Loop:
                 if step > self.furthest and "skipped" not in row:
                     self.returns = 0
                 if evaluate and step == now:
-                    self.watchdog.phase(now, "evaluation")
+                    self._phase(now, "evaluation")
                     for corpus, batches in self.prepared.heldout.items():
                         row |= self._eval(state, corpus, batches)
                 self._write(row, files)
             if save:
-                self.watchdog.phase(now, "save", disk=True)
+                self._phase(now, "save", disk=True)
                 self._save(state)
             if save or evaluate:
                 self.clock = time.perf_counter()  # do not count this time in the next step's
@@ -256,9 +278,9 @@ class Loop:
             raise report from None
 
     def _take(self, state: TrainState, done: int) -> tuple[TrainState, dict[str, jax.Array]]:
-        self.watchdog.phase(done + 1, "data")
+        self._phase(done + 1, "data")
         batch = self._place(done)
-        self.watchdog.phase(done + 1, "step", disk=self.profile is not None)  # a profile is written at its end
+        self._phase(done + 1, "step", disk=self.profile is not None)  # a profile is written at its end
         return self.step(state, batch)
 
     def _pass_over(self, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
@@ -268,9 +290,11 @@ class Loop:
 
     def _numbers(self, step: int, metrics: dict[str, jax.Array]) -> dict[str, Any]:
         """Wait for a step and return its metrics."""
+        self.goodput.phase(STEPPING)
         waiting = time.perf_counter()
         numbers = {k: float(v) for k, v in jax.device_get(metrics).items()}
         now = time.perf_counter()
+        self.goodput.phase(OTHER)
         seconds, self.clock = now - self.clock, now
         if self.timed or self.spent:
             self.timed, self.spent = self.timed + 1, self.spent + seconds
@@ -286,12 +310,14 @@ class Loop:
         return row
 
     def _write(self, row: dict[str, Any], files: list[Any]) -> None:
+        self.goodput.phase(OTHER)
+        row |= self.goodput.row()
         row["time"] = time.time()
         for file in files:
             file.write(row)
         remaining = self.spent / self.timed * (self.last - row["step"]) if self.timed else None
         share = None if self.peak is None or self.flops is None else row["model_flops_per_second"] / self.peak
-        self.reporter.step(row, self.last, remaining, share)
+        self.reporter.step(row, self.last, remaining, share, self.goodput.share)
 
     def _eval(self, state: TrainState, corpus: str, batches: list[Batch]) -> dict[str, float]:
         """Evaluate held-out batches: `eval_loss` and the like, of a further corpus `eval_loss/NAME`."""
@@ -326,7 +352,7 @@ class Loop:
             return bool(self.signals)
         if step % 10:
             return False
-        self.watchdog.phase(step, "agreeing to go on")
+        self._phase(step, "agreeing to go on")
         from jax.experimental import multihost_utils
 
         names = ["", "request", *STOPS]

@@ -12,6 +12,7 @@ from jaxscale.errors import DataError, RunError
 from jaxscale.step.prepare import Prepared
 from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.files import CONFIG, INFO, write_json
+from jaxscale.train.goodput import Goodput
 from jaxscale.train.metrics import MetricsFile
 from jaxscale.train.run import HF, RunFolder, about, bring_companions, write_config
 from jaxscale.train.tracking import Trackers, tracked
@@ -25,10 +26,19 @@ class Record:
       prepared: its compiled parts and data.
       checkpoints: its checkpoints; their `run` is set to the run's id.
       warn: prints a warning.
+      goodput: counts the run's time.
     """
 
-    def __init__(self, run: RunFolder, prepared: Prepared, checkpoints: Checkpoints, warn: Callable[[str], None]):
+    def __init__(
+        self,
+        run: RunFolder,
+        prepared: Prepared,
+        checkpoints: Checkpoints,
+        warn: Callable[[str], None],
+        goodput: Goodput,
+    ):
         self.run, self.prepared, self.checkpoints, self.warn = run, prepared, checkpoints, warn
+        self.goodput = goodput
         self._written: dict[str, Any] = {}
         self._trackers: Trackers | None = None
 
@@ -47,7 +57,10 @@ class Record:
         lost = write_config(run.path, config, first)
         for setting in lost:
             self.warn(f"{setting} came from Python and cannot be written to config.gin; resume this run from Python")
+        if (run.path / INFO).exists():
+            self.goodput.resumed(run.info, run.metrics(), first)
         self.status("running", first)
+        self.goodput.row()  # what is in run.json is in no row
         metrics = MetricsFile(run.path / "metrics.jsonl")
         if not config.trackers:
             return [metrics]
@@ -84,6 +97,7 @@ class Record:
             "step": step,
             "started": before.get("started", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
             "updated": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "goodput": self.goodput.about(),
             **({"error": f"{type(error).__name__}: {error}"} if error is not None else {}),
         }
         write_json(self.run.path / INFO, info)

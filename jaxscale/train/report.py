@@ -111,7 +111,14 @@ class Reporter:
         self._task = self._progress.add_task("train", total=steps, completed=done, numbers=numbers)
         self._progress.start()
 
-    def step(self, row: dict[str, Any], steps: int, seconds_left: float | None, peak_share: float | None) -> None:
+    def step(
+        self,
+        row: dict[str, Any],
+        steps: int,
+        seconds_left: float | None,
+        peak_share: float | None,
+        goodput: float,
+    ) -> None:
         """Show one step's numbers.
 
         Args:
@@ -119,6 +126,7 @@ class Reporter:
           steps: the last step.
           seconds_left: estimate for the remaining steps, if known.
           peak_share: model FLOPs utilisation, 0 to 1, if known.
+          goodput: share of the run's wall time that steps took, 0 to 1.
         """
         unit = "tokens" if "tokens_per_second" in row else "rows"
         numbers = f"loss {row['loss']:.3f} · {_short(row[f'{unit}_per_second'])} {unit}/s"
@@ -126,6 +134,7 @@ class Reporter:
             numbers += f" · {_short(row['model_flops_per_second'])}FLOP/s"
         if peak_share is not None:
             numbers += f" ({peak_share:.0%} of bf16 peak)"
+        numbers += f" · goodput {goodput:.0%}"
         if "eval_loss" in row:
             others = [k for k in row if k.startswith("eval_") and k != "eval_loss"]
             more = [f"{k.removeprefix('eval_')} {row[k]:.3f}" for k in others]

@@ -181,9 +181,7 @@ def test_every_wrong_tensor_is_in_the_list(folder, tmp_path):
 def test_whole_numbers_are_no_weights(folder):
     _change(folder, lambda made: made.update({"model.norm.weight": np.ones(32, np.int8)}))
     for dtype in (None, "bfloat16"):
-        with pytest.raises(
-            CheckpointError, match="model.norm.weight has the unsupported dtype I8"
-        ):
+        with pytest.raises(CheckpointError, match="model.norm.weight has the unsupported dtype I8"):
             open_pretrained(folder, dtype=dtype)
 
 

@@ -11,6 +11,7 @@ import pytest
 import jaxscale as js
 from jaxscale.errors import RunError
 from jaxscale.step.rates import peak_flops
+from jaxscale.train.goodput import COLUMNS
 from jaxscale.train.metrics import MetricsFile, read_metrics
 from tests.truth.errors import raises_saying
 from tests.truth.runs import STEPS, bigram
@@ -28,7 +29,7 @@ def test_every_step_has_a_line(finished_run):
 
 
 def test_every_line_has_these_numbers(finished_run):
-    assert [row.keys() - {"eval_loss"} for row in finished_run.metrics()] == [KEYS] * STEPS
+    assert [row.keys() - {"eval_loss", *COLUMNS} for row in finished_run.metrics()] == [KEYS] * STEPS
 
 
 def test_every_number_is_finite(finished_run):

@@ -25,6 +25,7 @@ from jaxscale.errors import AlteredFile, RunError, near
 from jaxscale.seals import Lines
 from jaxscale.sweep.base import RUNNING
 from jaxscale.train.files import altered_lines, read_gin, read_json
+from jaxscale.train.goodput import COLUMNS, is_goodput
 from jaxscale.train.metrics import Tail
 from jaxscale.working_copy import as_named, local
 
@@ -46,7 +47,10 @@ _FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
     "outcome.json": {"state": _TEXT, "error": _TEXT, "seconds": _NUMBER},
 }  # fmt: skip
 """The fields that are read from each file, with the types they must have if present."""
-_NO_METRIC = ("step", "time", "host_seconds", "tokens_per_second", "rows_per_second", "model_flops_per_second")
+_NO_METRIC = (
+    *("step", "time", "host_seconds", "tokens_per_second", "rows_per_second", "model_flops_per_second"),
+    *COLUMNS,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +114,12 @@ class Ran:
             return None
         sizes = [self.bindings.get(name) for name in ("train.batch_size", "train.seq_len")]
         return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None  # type: ignore[arg-type]
+
+    @property
+    def goodput(self) -> dict[str, Any] | None:
+        """The entry "goodput" of `run.json`; `None` in runs of earlier versions."""
+        entry = self.info.get("goodput")
+        return entry if is_goodput(entry) else None
 
     @property
     def step_seconds(self) -> float | None:

@@ -31,6 +31,8 @@ from jaxscale.sweep.comparing.differences import (
 )
 from jaxscale.sweep.comparing.folders import INTERRUPTED, SEED, UNKNOWN, Ran
 from jaxscale.sweep.comparing.table import mesh
+from jaxscale.train.goodput import PARTS, words
+from jaxscale.units import span
 from jaxscale.version import __version__
 
 GENERATOR = "jaxscale report"
@@ -83,6 +85,7 @@ def page(
         _section("Runs", _runs_table(runs, objective)),
         _section("Differences in config", _differences(runs, differs, objective)) if len(runs) > 1 else "",
         _samples(runs, groups),
+        _wall_time(runs),
         _times(times or {}),
         _failures(runs),
         _section("Hardware and versions", _facts(runs)),
@@ -192,7 +195,7 @@ def _runs_table(runs: Sequence[Ran], objective: str | None) -> str:
     losses = [name for name in metrics_of(runs) if name == objective or is_loss(name)]
     heads = ["run", "state", *losses]
     heads += [f"best {objective}", "at step"] if objective else []
-    heads += ["steps", "parameters", "tokens/s", "ms a step", "wall time", "started"]
+    heads += ["steps", "parameters", "tokens/s", "ms a step", "wall time", "goodput", "started"]
     rows = []
     for i, run in enumerate(runs):
         lowest = best(run, objective) if objective else None
@@ -205,7 +208,8 @@ def _runs_table(runs: Sequence[Ran], objective: str | None) -> str:
             _number(run.info.get("parameters")),
             _number(run.median("tokens_per_second")),
             _number(None if seconds is None else seconds * 1000),
-            _cell("" if run.seconds is None else _span(run.seconds), run.seconds, "n"),
+            _cell("" if run.seconds is None else span(run.seconds), run.seconds, "n"),
+            _cell("", classes="n") if run.goodput is None else _share(run.goodput["share"]),
             _cell(str(run.info.get("started", "")).replace("T", " ")[:16]),
         ]
         rows.append(_row(run.name, cells, i))
@@ -244,6 +248,31 @@ def _samples(runs: Sequence[Ran], groups: Sequence[Group]) -> str:
     first, rest = (f'<div class="samples">{"".join(some)}</div>' for some in (cards[:CARDS], cards[CARDS:]))
     more = _folded(f"{len(cards) - CARDS} more", rest) if len(cards) > CARDS else ""
     return _section("Samples", first + more) if cards else ""
+
+
+def _wall_time(runs: Sequence[Ran]) -> str:
+    """Where the wall time of each run went: a bar of its parts, and a table of their seconds."""
+    counted = [(run, run.goodput) for run in runs if run.goodput is not None]
+    if not counted:
+        return ""
+    parts = [part for part in PARTS if any(entry["seconds"].get(part) for _, entry in counted)]
+    rows = []
+    for run, entry in counted:
+        wall, seconds = entry["wall_seconds"], entry["seconds"]
+        bar = "".join(
+            f"<i class='part{list(PARTS).index(part)}' style='width:{seconds.get(part, 0) / (wall or 1):.2%}' "
+            f"title='{_safe(f'{words(part)}: {span(seconds.get(part, 0))}')}'></i>"
+            for part in parts
+        )
+        cells = [_cell(span(seconds.get(part, 0)), seconds.get(part, 0), "n") for part in parts]
+        rows.append(
+            _row(
+                run.name, [f"<td><div class='parts'>{bar}</div></td>", _share(entry["share"]), *cells], runs.index(run)
+            )
+        )
+    names = [words(part) for part in parts]
+    note = "<p class='note'>Goodput is the time of steps that count, over the wall time of all sessions.</p>"
+    return _section("Wall time", _table(["run", "", "goodput", *names], rows, numeric={"goodput", *names}) + note)
 
 
 def _times(times: Mapping[str, str]) -> str:
@@ -323,6 +352,10 @@ def _cell(text: object, value: float | None = None, classes: str = "") -> str:
     return f"<td{attributes}>{_safe(text)}</td>"
 
 
+def _share(value: float) -> str:
+    return _cell(f"{value:.0%}", value, "n")
+
+
 def _number(value: object) -> str:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return _cell("", classes="n")
@@ -334,13 +367,6 @@ def _value(value: object) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return _cell(worded(value), value, "n")
     return _cell("" if value is None else worded(value))
-
-
-def _span(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.3g} s"
-    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def _safe(text: object) -> str:

@@ -20,8 +20,8 @@ def runs(what: Patterns = "runs/*") -> pd.DataFrame:
     Columns: `run`, `path`, `state`, `error`, `problems`; `seed`, `steps`, `tokens`, `parameters`, `flops`; the axes of
     a sweep and every operative binding, named as the binding (`train.lr`, `model/Transformer.depth`); the last value of
     each metric by its name, and for losses the lowest as `best_<metric>` and `best_<metric>_step`; `tokens_per_second`
-    and `step_seconds` (medians over steps without the first, which compiles), `seconds` (wall time); `device`,
-    `devices`, `processes`, `cores`, `mesh`, `started`, and the versions of `jaxscale`, `jax`, ...
+    and `step_seconds` (medians over steps without the first, which compiles), `seconds` (wall time), `goodput` (share);
+    `device`, `devices`, `processes`, `cores`, `mesh`, `started`, and the versions of `jaxscale`, `jax`, ...
 
     Args:
       what: a pattern such as `"runs/*"`, a run folder, a sweep's folder, or a list of them.
@@ -97,6 +97,7 @@ def row(run: Ran, metrics: Iterable[str]) -> dict[str, Any]:
         "tokens_per_second": run.median("tokens_per_second"),
         "step_seconds": run.step_seconds,
         "seconds": run.seconds,
+        "goodput": run.goodput and run.goodput["share"],
         **{name: hardware.get(name) for name in ("device", "devices", "processes", "cores")},
         "mesh": mesh(layout),
         "started": run.info.get("started"),

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 
@@ -91,11 +91,11 @@ class Goodput:
         finally:
             jax.monitoring.unregister_event_duration_listener(self._compile)
 
-    def _compile(self, event: str, seconds: float, **_: Any) -> None:
+    def _compile(self, event: str, duration_secs: float, **_: str | int) -> None:
         if not event.startswith("/jax/core/compile/") or threading.get_ident() != self._thread:
             return
         now = self._clock()
-        start, before = max(now - round(seconds * _SECOND), self._since), 0
+        start, before = max(now - round(duration_secs * _SECOND), self._since), 0
         while self._compiled and self._compiled[-1][1] > start:  # a function traced within another one
             first, last = self._compiled.pop()
             start, before = min(first, start), before + last - first
@@ -180,7 +180,7 @@ class Goodput:
         }
 
 
-def is_goodput(entry: object) -> bool:
+def is_goodput(entry: object) -> TypeGuard[dict[str, Any]]:
     """Whether an entry "goodput" of a `run.json` has the types that `Goodput.about` gives it."""
     if not isinstance(entry, dict) or not isinstance(entry.get("seconds"), dict):
         return False
@@ -205,12 +205,12 @@ def words(part: str) -> str:
     return {DATA: "waiting for data", WAITING: "waiting for a restart"}.get(part, part.replace("_", " "))
 
 
-def _is_seconds(value: object) -> bool:
+def _is_seconds(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e11
 
 
 def _nanoseconds(value: object) -> int:
-    return round(value * _SECOND) if _is_seconds(value) else 0  # type: ignore[operator]
+    return round(value * _SECOND) if _is_seconds(value) else 0
 
 
 def _stepping(row: Mapping[str, Any]) -> int:

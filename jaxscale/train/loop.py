@@ -126,7 +126,8 @@ class Loop:
         """Whether the devices still take a step, so that what the host did meanwhile cost no time."""
         if not self.pending:
             return False
-        return not all(x.is_ready() for x in self.pending[-1][1].values() if isinstance(x, jax.Array))
+        ready = [getattr(x, "is_ready", None) for x in self.pending[-1][1].values()]  # numbers of NumPy have none
+        return any(is_ready is not None and not is_ready() for is_ready in ready)
 
     def _train(self, resuming: bool) -> None:
         config, reporter = self.config, self.reporter

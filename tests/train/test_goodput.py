@@ -96,16 +96,16 @@ def test_the_parts_of_a_run_add_up_to_its_wall_time():
     assert stepping(rows) == pytest.approx(parts["stepping"], rel=1e-9)
     assert [row["step"] for row in rows if "evaluating_seconds" in row] == [2, 4, 6, 8]
     assert rows[0]["compiling_seconds"] > 0 and "compiling_seconds" not in rows[6]
-    assert entry["share"] == parts["stepping"] / entry["wall_seconds"]
+    assert entry["share"] == pytest.approx(parts["stepping"] / entry["wall_seconds"])
 
 
 def killed_at(step, folder, **changes):
     """Return a copy of a run's folder as a kill during this step leaves it."""
-    taken = []
+    calls = []
 
     def stop():
-        taken.append(None)
-        if len(taken) == step:
+        calls.append(None)
+        if len(calls) == step:
             while not js.Run(folder).checkpoints.steps():  # it is written behind the run
                 time.sleep(0.01)
             shutil.copytree(folder, "killed")

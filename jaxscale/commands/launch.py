@@ -1,8 +1,12 @@
-"""`jaxscale launch`: runs several processes of one run on this machine, and restarts them when one is lost."""
+"""`jaxscale launch`: runs several processes of one run on this machine, and restarts them when one is lost.
+
+With `--on` it writes what a cluster reads: see `jaxscale.commands.launch_on`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import signal
 import socket
@@ -13,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO, Any, NamedTuple
 
+from jaxscale.commands import launch_on
 from jaxscale.commands.shared import TEXT
 from jaxscale.errors import LOST, MISTAKE, ConfigError
 from jaxscale.import_path import python_path
@@ -21,31 +26,53 @@ from jaxscale.interrupts import STOPS, handled_signals
 GRACE = 15.0
 """Seconds from the first failure of a process until the others are killed; they print a message and end before that."""
 
+RESTARTS = 3
+"""How often to restart by default."""
+
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "launch",
-        help="run several processes on this machine; restart them when one is lost",
-        description="Runs a command as N processes on this machine that form one run. When one of them is lost, the "
-        "others\nprint that and end, and all are restarted from the last complete checkpoint. On a cluster, SLURM or "
-        "Kubernetes\ndoes this (see docs/start/install.md).",
-        epilog="  jaxscale launch --nproc 2 -- train experiments/demo.gin --devices 4 --gin.train.checkpoint_every=50",
+        help="run several processes on this machine, or write what a cluster reads to run on many",
+        description="With --nproc: runs a command as N processes on this machine that form one run. When one of them "
+        "is lost, the others\nprint that and end, and all are restarted from the last complete checkpoint.\n"
+        "With --on: writes the file with which a cluster starts the run on all its hosts and restarts it.",
+        epilog="  jaxscale launch --nproc 2 -- train experiments/demo.gin --devices 4 "
+        "--gin.train.checkpoint_every=50\n"
+        "  jaxscale launch --on slurm experiments/llama3_8b.gin --topology h100:16 --mesh fsdp=-1 --run /shared/run-1",
         formatter_class=TEXT,
     )
-    parser.add_argument("--nproc", type=int, required=True, metavar="N", help="how many processes")
-    parser.add_argument("--restarts", type=int, default=3, metavar="R", help="restart at most R times (default 3)")
+    after = type(parser)(prog=parser.prog)  # for options that follow the name of the gin file
+    _options(parser)
+    _options(after)
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- train ... | CONFIG", help="command or gin file")
+    after.add_argument("config", nargs="?")
+    parser.set_defaults(run_command=functools.partial(run, after))
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nproc", type=int, metavar="N", help="how many processes")
+    parser.add_argument(
+        "--restarts", type=int, metavar="R", help="restart at most R times after failures (default 3; with --on 20)"
+    )
     parser.add_argument(
         "--fewer",
         action="store_true",
         help="restart with the processes that are left; needs a mesh for any number of devices, such as data=-1",
     )
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- train ...", help="the command")
-    parser.set_defaults(run_command=run)
+    launch_on.options(parser)
 
 
-def run(args: argparse.Namespace, bindings: list[str]) -> int:
-    """Launch the processes; returns the exit code."""
+def run(after: argparse.ArgumentParser, args: argparse.Namespace, bindings: list[str]) -> int:
+    """Launch the processes, or write a file for a cluster; returns the exit code."""
+    if args.on is not None or "--on" in args.words[: args.words.index("--") if "--" in args.words else None]:
+        return launch_on.run(after.parse_args(args.words, args), bindings)
+    for name in launch_on.NAMES:
+        if getattr(args, name):
+            raise ConfigError(f"--{name} is an option of --on; add --on slurm or --on kubernetes, or leave it out")
+    if args.nproc is None:
+        raise ConfigError("say where to run: --nproc 2 -- train CONFIG on this machine, or --on slurm CONFIG")
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
     if bindings:
         raise ConfigError(f"put --gin options after --: jaxscale launch --nproc {args.nproc} -- train ... --gin...")
@@ -53,9 +80,10 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         raise ConfigError(f"jaxscale launch runs train, not '{' '.join(words[:1])}': launch --nproc 2 -- train CONFIG")
     if any(word.startswith("--distributed") for word in words):
         raise ConfigError("jaxscale launch passes --distributed to each process; leave it out")
-    for name, least in (("nproc", 1), ("restarts", 0)):
-        if getattr(args, name) < least:
-            raise ConfigError(f"--{name} {getattr(args, name)}: must be at least {least}")
+    restarts = RESTARTS if args.restarts is None else args.restarts
+    for name, least, value in (("nproc", 1, args.nproc), ("restarts", 0, restarts)):
+        if value < least:
+            raise ConfigError(f"--{name} {value}: must be at least {least}")
     train = [sys.executable, "-P", "-m", "jaxscale", *words]
     again = [] if "--resume" in words or "--continue" in words else ["--continue"]
 
@@ -63,7 +91,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         own = ["--distributed", f"{address},{count},{process}"] if count > 1 else []
         return [*train, *(again if attempt else []), *own]
 
-    return supervise(command, args.nproc, restarts=args.restarts, fewer=args.fewer)
+    return supervise(command, args.nproc, restarts=restarts, fewer=args.fewer)
 
 
 def supervise(

@@ -1,0 +1,248 @@
+"""`jaxscale launch --on`: the files that clusters read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+import yaml
+
+from jaxscale.cli import main
+from jaxscale.clusters import SYSTEMS, Hosts, hosts_of
+from jaxscale.commands import launch_on
+from jaxscale.hardware import topology
+from tests.truth.runs import ROOT
+
+DEMO = str(ROOT / "experiments/demo.gin")
+HOSTS = ["--topology", "h100:16", "--mesh", "data=-1", "--run", "s3://bucket/run-1"]
+ON_PODS = ["--image", "me/jax:1"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """An empty current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(*words, config=DEMO):
+    """The text that the command writes."""
+    assert main(["launch", "--on", words[0], config, *words[1:], "-o", "file"]) == 0
+    with open("file") as file:
+        return file.read()
+
+
+def manifests(*words):
+    return {one["kind"]: one for one in yaml.safe_load_all(write("kubernetes", *words, *ON_PODS))}
+
+
+@pytest.mark.parametrize(
+    "name, hosts",
+    {
+        "h100:1": Hosts(1, 1),
+        "h100:8": Hosts(1, 8),
+        "h100:8x4": Hosts(4, 8),
+        "gb200:72": Hosts(1, 72),
+        "cpu:8": Hosts(1, 0),
+        "v4:2x2x1": Hosts(1, 4),
+        "v5p:4x4x4": Hosts(16, 4),  # Google's machine ct5p-hightpu-4t
+        "v5e:1x1": Hosts(1, 1),  # ct5lp-hightpu-1t, -4t, -8t, and -4t for several hosts
+        "v5e:2x2": Hosts(1, 4),
+        "v5e:2x4": Hosts(1, 8),
+        "v6e:16x16*2": Hosts(64, 4, 2),
+    }.items(),
+)
+def test_hosts_and_chips_are_those_of_the_machines(name, hosts):
+    assert hosts_of(topology(name)) == hosts
+
+
+# --- SLURM ------------------------------------------------------------------------------------------------------------
+
+
+def sbatch_options(text):
+    lines = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")]
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+
+def test_an_sbatch_file_has_a_task_for_each_gpu(capsys):
+    text = write("slurm", *HOSTS, "--time", "25h", "--option", "partition=gpu", "--gin.train.lr=1e-4")
+    options = sbatch_options(text)
+    assert (options["nodes"], options["ntasks-per-node"], options["gpus-per-node"]) == ("2", "8", "8")
+    assert (options["time"], options["partition"], options["requeue"]) == ("1-01:00:00", "gpu", "")
+    for word in ("--distributed", "--run s3://bucket/run-1", "--continue", "--gin.train.lr=1e-4", f"train {DEMO}"):
+        assert word in text
+    assert "sbatch file" in capsys.readouterr().out
+
+
+def test_a_single_host_has_one_task_that_joins_no_others():
+    text = write("slurm", "--topology", "h100:8", "--run", "s3://bucket/run")
+    assert sbatch_options(text)["ntasks-per-node"] == "1"
+    assert "--distributed" not in text
+
+
+def ran(tmp_path, text, code, **env):
+    """What a batch file asked of SLURM when its step ended with an exit code; the tools are scripts that log."""
+    tools = tmp_path / "tools"
+    tools.mkdir(exist_ok=True)
+    log = tmp_path / "log"
+    log.write_text("")
+    stop = f"trap 'exit 143' TERM; echo $$ > {tmp_path}/step; kill -USR1 $PPID; while :; do sleep 0.01; done"
+    for tool, line in {
+        "srun": stop if code == "time" else f"exit {code}",
+        "scontrol": f'echo "$@" >> {log}',
+        "scancel": f"kill -TERM $(cat {tmp_path}/step)",
+    }.items():
+        (tools / tool).write_text(f"#!/bin/bash\n{line}\n")
+        (tools / tool).chmod(0o755)
+    (tmp_path / "job.sh").write_text(text)
+    done = subprocess.run(
+        ["bash", "job.sh"],
+        env={"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, log.read_text().strip(), done.stderr
+
+
+def test_a_batch_file_asks_for_a_restart_where_one_helps(folder):
+    text = write("slurm", *HOSTS, "--time", "1h", "--restarts", "2")
+    again = "requeue 7"
+    assert ran(folder, text, 0) == (0, "", "")
+    assert ran(folder, text, 2) == (2, "", "")  # a mistake in the settings
+    assert ran(folder, text, 143) == (143, "", "")  # scancel
+    assert ran(folder, text, 70) == (70, again, "")  # another process was lost
+    assert ran(folder, text, 137, SLURM_RESTART_COUNT="1") == (137, again, "")
+    assert ran(folder, text, 137, SLURM_RESTART_COUNT="2") == (137, "", "")
+    assert ran(folder, text, "time") == (143, again, "")
+
+
+def test_a_secret_is_read_from_the_environment_and_in_no_file(folder, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "abc123")
+    text = write("slurm", *HOSTS, "--secret", "WANDB_API_KEY")
+    code, _, errors = ran(folder, text, 0)
+    assert code != 0 and "WANDB_API_KEY: export it before sbatch" in errors
+    assert ran(folder, text, 0, WANDB_API_KEY="abc123")[0] == 0
+    os.remove("file")
+    [container] = manifests(*HOSTS, "--secret", "WANDB_API_KEY")["Job"]["spec"]["template"]["spec"]["containers"]
+    [entry] = [one for one in container["env"] if one["name"] == "WANDB_API_KEY"]
+    assert entry["valueFrom"]["secretKeyRef"] == {"name": "jaxscale-secrets", "key": "WANDB_API_KEY"}
+    assert "abc123" not in text + (folder / "file").read_text()
+
+
+# --- Kubernetes -------------------------------------------------------------------------------------------------------
+
+
+def test_an_indexed_job_has_a_pod_for_each_host():
+    parts = manifests(*HOSTS, "--gin.train.steps=7", "--time", "2h", "--restarts", "3")
+    job = parts["Job"]["spec"]
+    pod = job["template"]["spec"]
+    [container] = pod["containers"]
+    assert (job["completions"], job["parallelism"], job["completionMode"]) == (2, 2, "Indexed")
+    assert (job["backoffLimit"], job["activeDeadlineSeconds"], pod["restartPolicy"]) == (6, 7200, "Never")
+    first = job["podFailurePolicy"]["rules"][0]
+    assert (first["action"], first["onExitCodes"]["values"]) == ("FailJob", [2])
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    env = {one["name"]: one.get("value") for one in container["env"]}
+    service = parts["Service"]
+    assert env["JAXSCALE_COORDINATOR"] == f"demo-0.{pod['subdomain']}:8476"
+    assert (env["JAXSCALE_PROCESSES"], service["metadata"]["name"]) == ("2", pod["subdomain"])
+    assert service["spec"]["selector"] == {"job-name": parts["Job"]["metadata"]["name"]}
+    assert "train.steps = 7" in parts["ConfigMap"]["data"]["config.gin"]
+    assert "--distributed" in container["args"][0] and "--gin." not in container["args"][0]
+
+
+def test_tpu_pods_select_their_slice_and_several_slices_are_a_job_set():
+    pod = manifests("--topology", "v5p:2x2x4", "--mesh", "fsdp=-1", "--run", "gs://b/r")["Job"]["spec"]["template"]
+    assert pod["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "2x2x4"
+    assert pod["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-accelerator"] == "tpu-v5p-slice"
+    assert pod["spec"]["containers"][0]["resources"]["limits"] == {"google.com/tpu": 4}
+    os.remove("file")
+    two = ["--topology", "v5e:4x4*2", "--mesh", "data=2,fsdp=-1", "--run", "gs://b/r", "--gin.train.batch_size=32"]
+    parts = manifests(*two, "--gin.Layout.across=data", "--restarts", "5")
+    [slices] = parts["JobSet"]["spec"]["replicatedJobs"]
+    assert (slices["replicas"], slices["template"]["spec"]["completions"]) == (2, 4)
+    assert parts["JobSet"]["spec"]["failurePolicy"]["maxRestarts"] == 5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("where", [["h100:16"], ["v5p:2x2x4"], ["cpu:8"], ["mi300x:8"]])
+def test_kubernetes_own_schema_accepts_the_manifest(where):
+    validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    more = ["--time", "2h", "--secret", "KEY", "--env", "A=b", "--volume", "disk:/mnt", "--option", "queue=q"]
+    for part in manifests("--topology", *where, "--mesh", "data=-1", "--run", "/mnt/r", *more).values():
+        validate.validate(part, "1.31", strict=True)
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    {
+        "system": (["slrum", *HOSTS], "--on slrum: jaxscale launch writes no file for it; did you mean 'slurm'?"),
+        "tpu": (["slurm", "--topology", "v5p:4x4x4", "--mesh", "data=-1", "--run", "r"], "which SLURM does not start"),
+        "chip": (["slurm", "--topology", "h10:8", "--run", "r"], "there is no hardware 'h10'"),
+        "no-run": (["slurm", *HOSTS[:4]], "--run s3://bucket/run-1"),
+        "no-topology": (["slurm", "--run", "r"], "--topology h100:16"),
+        "mesh": (["slurm", "--topology", "h100:16", "--run", "r"], "does not fit h100:16, which has 16 devices"),
+        "rows": (["slurm", *HOSTS, "--gin.train.batch_size=10"], "10"),
+        "slices": (
+            ["kubernetes", "--topology", "v5e:4x4*2", "--mesh", "data=-1", "--run", "gs://b/r", *ON_PODS],
+            "set Layout.across = 'data'",
+        ),
+        "hosts": (["kubernetes", "--topology", "v5p:4x3x4", "--mesh", "data=-1", "--run", "gs://b/r"], "must be even"),
+        "image": (["kubernetes", *HOSTS], "--image"),
+        "key": (["slurm", *HOSTS, "--env", "WANDB_API_KEY=abc"], "pass it with --secret WANDB_API_KEY"),
+        "value": (["slurm", *HOSTS, "--secret", "WANDB_API_KEY=abc"], "write --secret WANDB_API_KEY"),
+        "time": (["slurm", *HOSTS, "--time", "1w"], "write 90m, 24h or 7d"),
+        "option": (["kubernetes", *HOSTS, *ON_PODS, "--option", "namspace=x"], "did you mean 'namespace'?"),
+        "ours": (["slurm", *HOSTS, "--option", "nodes=3"], "writes #SBATCH --nodes itself"),
+        "restarts": (["slurm", *HOSTS, "--restarts", "-1"], "must be at least 0"),
+        "tool": (["slurm", *HOSTS, "--submit"], "--submit needs sbatch"),
+        "name": (["slurm", *HOSTS, "--name", "My_Run"], "choose one with --name"),
+        "nproc": (["slurm", *HOSTS, "--nproc", "2"], "--nproc"),
+        "misspelt": (["slurm", *HOSTS, "--imgae", "x"], "--imgae"),
+    }.items(),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_mistakes_are_one_sentence_and_nothing_is_written(words, message, folder, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(folder))
+    words, message = message
+    assert main(["launch", "--on", words[0], DEMO, *words[1:]]) == 2
+    errors = capsys.readouterr().err
+    assert message in errors and "abc" not in errors
+    assert not list(folder.iterdir())
+
+
+def test_an_existing_file_is_not_overwritten(folder, capsys):
+    (folder / "demo.sbatch").write_text("mine")
+    assert main(["launch", "--on", "slurm", DEMO, *HOSTS]) == 2
+    assert "demo.sbatch exists already" in capsys.readouterr().err
+    assert (folder / "demo.sbatch").read_text() == "mine"
+
+
+def test_options_of_a_cluster_need_on(capsys):
+    assert main(["launch", "--nproc", "2", "--topology", "h100:8", "--", "train", DEMO]) == 2
+    assert "--topology is an option of --on" in capsys.readouterr().err
+    assert main(["launch"]) == 2
+    assert "--nproc 2 -- train CONFIG" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind, warned", [("ext4", True), ("lustre", False), ("fuse.s3fs", False)])
+def test_a_warning_names_a_run_folder_on_a_local_disk(kind, warned, monkeypatch, capsys):
+    monkeypatch.setattr(launch_on, "_file_system", lambda path: kind)
+    write("slurm", *HOSTS[:4], "--run", "runs/one")
+    assert ("is on a disk of this machine" in capsys.readouterr().err) == warned
+
+
+def test_submit_calls_the_tool_and_returns_its_exit_code(folder, monkeypatch):
+    for launcher in SYSTEMS.values():
+        (folder / launcher.tool).write_text(f'#!/bin/sh\necho "$@" > {folder}/called\nexit 3\n')
+        (folder / launcher.tool).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    assert main(["launch", "--on", "slurm", DEMO, *HOSTS, "--submit"]) == 3
+    assert (folder / "called").read_text() == "demo.sbatch\n"
+    assert main(["launch", "--on", "kubernetes", DEMO, *HOSTS, *ON_PODS, "--submit"]) == 3
+    assert (folder / "called").read_text() == "apply -f demo.yaml\n"

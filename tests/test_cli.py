@@ -20,6 +20,7 @@ import jaxscale as js
 from jaxscale.cli import main
 from jaxscale.nn import dot_product_attention
 from jaxscale.train import files
+from jaxscale.train.goodput import Goodput
 from jaxscale.train.loop import Loop
 from jaxscale.train.report import Reporter
 from tests.truth.runs import BIGRAM, MESH, ROOT, STEPS, start, stop_after, write_gin
@@ -118,7 +119,8 @@ def test_no_remaining_time_is_printed_before_a_step_without_compiling():
     seconds_left = []
     loop = Loop.__new__(Loop)
     loop.spent, loop.timed, loop.last, loop.peak = 1e-9, 0, 8, None
-    loop.reporter = types.SimpleNamespace(step=lambda row, last, left, share: seconds_left.append(left))
+    loop.reporter = types.SimpleNamespace(step=lambda row, last, left, share, goodput: seconds_left.append(left))
+    loop.goodput = Goodput()
     loop._write({"step": 1}, [])
     loop.spent, loop.timed = 6.0, 3
     loop._write({"step": 4}, [])
@@ -127,7 +129,7 @@ def test_no_remaining_time_is_printed_before_a_step_without_compiling():
     reporter = Reporter()
     reporter.console = Console(file=out, width=200)
     for left in seconds_left:
-        reporter.step({"step": 8, "loss": 1, "tokens_per_second": 1, "model_flops_per_second": 1}, 8, left, None)
+        reporter.step({"step": 8, "loss": 1, "tokens_per_second": 1, "model_flops_per_second": 1}, 8, left, None, 0.5)
     first, second = out.getvalue().splitlines()
     assert "left" not in first and second.endswith(" · 0:08 left")
 

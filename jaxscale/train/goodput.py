@@ -7,6 +7,7 @@ the time of steps that count, over the wall time.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,6 +47,7 @@ _PHASES = {
     "going back": PREPARING,
 }
 _SECOND = 1_000_000_000
+_NEVER = 10**20
 
 
 class Goodput:
@@ -65,6 +67,7 @@ class Goodput:
         self._part, self._since = PREPARING, self.began
         self._compiled: list[tuple[int, int]] = []  # intervals of this part that were compiling; they do not overlap
         self._in_row: dict[str, int] = dict.fromkeys(PARTS, 0)
+        self._dropped: dict[str, float] | None = None
         self._thread = threading.get_ident()
 
     def phase(self, name: str, *, hidden: bool = False) -> None:
@@ -75,6 +78,10 @@ class Goodput:
           hidden: whether a step ran on the devices until now, so that the time since the last call counts as stepping.
         """
         now = self._clock()
+        if hidden:  # compiling was taken out of this part
+            compiling = sum(last - first for first, last in self._compiled)
+            self.spent[self._part] += compiling
+            self.spent[STEPPING] -= compiling
         self.spent[STEPPING if hidden else self._part] += now - self._since
         self._part, self._since, self._compiled = name if name in PARTS else _PHASES.get(name, OTHER), now, []
 
@@ -114,15 +121,18 @@ class Goodput:
         """Return the nanoseconds of each part until now."""
         return {**self.spent, self._part: self.spent[self._part] + self._clock() - self._since}
 
-    def rolled_back(self, dropped: Sequence[Mapping[str, Any]]) -> None:
-        """Count steps as lost that a rollback dropped, and the step that caused it.
+    def rolled_back(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Count the steps that a rollback drops as lost, and the step that caused it.
 
         Args:
-          dropped: their rows in `metrics.jsonl`.
+          rows: the rows of `metrics.jsonl`.
+          step: the step that the run goes back to.
         """
         self.phase(OTHER)
         unwritten = self.spent[STEPPING] - self._in_row[STEPPING]  # the step that caused it has no row
+        dropped = [row for row in rows if row["step"] > step and not _is_dropped(row, self._dropped)]
         self._lose(sum(map(_stepping, dropped)) + max(unwritten, 0))
+        self._dropped = {"after": step, "time": time.time()}
         self._in_row = self.parts()
         self._part = PREPARING
 
@@ -137,24 +147,13 @@ class Goodput:
         before = info.get("goodput")
         if not is_goodput(before):  # a run of an earlier version: it counts from here on
             return
-        for part, seconds in before["seconds"].items():
-            self.spent[part if part in PARTS else OTHER] += round(seconds * _SECOND)
-        at, started = round(before["until"] * _SECOND), self.began + self._wall
-        for row in rows:
-            when = row.get("time")
-            if not _is_seconds(when) or round(when * _SECOND) <= at:
-                self._lose(_stepping(row) if row["step"] > step else 0)
-                continue
-            end = min(round(when * _SECOND), started)
-            left = max(end - at, 0)
-            at = max(at, end)
-            for part in IN_ROWS:
-                took = min(_nanoseconds(row.get(f"{part}_seconds")), left)
-                left -= took
-                self.spent[LOST if part == STEPPING and row["step"] > step else part] += took
-            self.spent[OTHER] += left
+        started = self.began + self._wall
+        spent, at = _with_rows(before, rows, step, started)
+        for part, nanoseconds in spent.items():
+            self.spent[part] += nanoseconds
         if info.get("status") not in ("paused", "finished"):  # nobody waited for those to go on
             self.spent[WAITING] += max(started - at, 0)
+        self._dropped = {"after": step, "time": time.time()}
         self._in_row = self.parts()
 
     def _lose(self, nanoseconds: int) -> None:
@@ -170,14 +169,75 @@ class Goodput:
 
     def about(self) -> dict[str, Any]:
         """Return the entry "goodput" of `run.json`: seconds of each part, their sum, and the share of stepping."""
-        parts = self.parts()
-        wall = sum(parts.values())
-        return {
-            "share": parts[STEPPING] / max(wall, 1),
-            "wall_seconds": wall / _SECOND,
-            "seconds": {part: spent / _SECOND for part, spent in parts.items()},
-            "until": (self._clock() + self._wall) / _SECOND,
-        }
+        entry = _entry(self.parts(), time.time())
+        return entry if self._dropped is None else {**entry, "dropped": self._dropped}
+
+
+def as_left(info: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the goodput of a run that may still run or was killed, until its last row; `None` in earlier versions.
+
+    Args:
+      info: the content of `run.json`, which is written when a session begins and ends.
+      rows: the rows of `metrics.jsonl`.
+    """
+    before = info.get("goodput")
+    if not is_goodput(before):
+        return None
+    spent, at = _with_rows(before, rows)
+    return _entry(spent, at / _SECOND)
+
+
+def _with_rows(
+    before: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], step: float = math.inf, end: int = _NEVER
+) -> tuple[dict[str, int], int]:
+    """Add rows that were written after an entry "goodput" to it.
+
+    Args:
+      before: the entry.
+      rows: the rows of `metrics.jsonl`.
+      step: steps after this one are lost.
+      end: when the session was over at the latest, in nanoseconds since 1970.
+
+    Returns:
+      nanoseconds of each part, and until when, in nanoseconds since 1970.
+    """
+    spent = dict.fromkeys(PARTS, 0)
+    for part, seconds in before["seconds"].items():
+        spent[part if part in PARTS else OTHER] += round(seconds * _SECOND)
+    at, lost = round(before["until"] * _SECOND), 0
+    for row in rows:
+        when = _nanoseconds(row.get("time"))
+        if when <= at:
+            lost += _stepping(row) if row["step"] > step and not _is_dropped(row, before.get("dropped")) else 0
+            continue
+        left = max(min(when, end) - at, 0)
+        at += left
+        for part in IN_ROWS:
+            took = min(_nanoseconds(row.get(f"{part}_seconds")), left)
+            left -= took
+            spent[LOST if part == STEPPING and row["step"] > step else part] += took
+        spent[OTHER] += left
+    lost = min(lost, spent[STEPPING])
+    spent[STEPPING] -= lost
+    spent[LOST] += lost
+    return spent, at
+
+
+def _entry(parts: Mapping[str, int], until: float) -> dict[str, Any]:
+    wall = sum(parts.values())
+    return {
+        "share": parts[STEPPING] / max(wall, 1),
+        "wall_seconds": wall / _SECOND,
+        "seconds": {part: spent / _SECOND for part, spent in parts.items()},
+        "until": until,
+    }
+
+
+def _is_dropped(row: Mapping[str, Any], dropped: object) -> bool:
+    """Whether a row's step was lost before: it is still in the file until a row of the same step follows it."""
+    if not isinstance(dropped, dict) or not all(map(_is_seconds, (dropped.get("after"), dropped.get("time")))):
+        return False
+    return bool(row["step"] > dropped["after"] and _nanoseconds(row.get("time")) <= dropped["time"] * _SECOND)
 
 
 def is_goodput(entry: object) -> TypeGuard[dict[str, Any]]:

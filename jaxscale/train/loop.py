@@ -220,7 +220,7 @@ class Loop:
         self.skips.pass_over(back.steps, target, str(back))
         skipping = f", and will skip {_spans(back.steps)}" if back.steps else ""
         self.reporter.warn(f"{back}; the run goes back to step {target}{skipping}")
-        self.goodput.rolled_back([row for row in self.run.metrics() if row["step"] > target] if self.main else [])
+        self.goodput.rolled_back(self.run.metrics() if self.main else [], target)
         if self.main:
             self.record.status("running", target)
         return self.saved.restore() if target else self.prepared.blueprint.init(self.config.seed)

@@ -25,7 +25,7 @@ from jaxscale.errors import AlteredFile, RunError, near
 from jaxscale.seals import Lines
 from jaxscale.sweep.base import RUNNING
 from jaxscale.train.files import altered_lines, read_gin, read_json
-from jaxscale.train.goodput import COLUMNS, is_goodput
+from jaxscale.train.goodput import COLUMNS, as_left
 from jaxscale.train.metrics import Tail
 from jaxscale.working_copy import as_named, local
 
@@ -115,11 +115,10 @@ class Ran:
         sizes = [self.bindings.get(name) for name in ("train.batch_size", "train.seq_len")]
         return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None  # type: ignore[arg-type]
 
-    @property
+    @functools.cached_property
     def goodput(self) -> dict[str, Any] | None:
-        """The entry "goodput" of `run.json`; `None` in runs of earlier versions."""
-        entry = self.info.get("goodput")
-        return entry if is_goodput(entry) else None
+        """Goodput and seconds of each part, until the last row of metrics; `None` in runs of earlier versions."""
+        return as_left(self.info, self.rows)
 
     @property
     def step_seconds(self) -> float | None:

@@ -265,14 +265,15 @@ def _wall_time(runs: Sequence[Ran]) -> str:
             for part in parts
         )
         cells = [_cell(span(seconds.get(part, 0)), seconds.get(part, 0), "n") for part in parts]
-        rows.append(
-            _row(
-                run.name, [f"<td><div class='parts'>{bar}</div></td>", _share(entry["share"]), *cells], runs.index(run)
-            )
-        )
+        drawn = f"<td><div class='parts'>{bar}</div></td>"
+        rows.append(_row(run.name, [drawn, _share(entry["share"]), *cells], runs.index(run)))
     names = [words(part) for part in parts]
-    note = "<p class='note'>Goodput is the time of steps that count, over the wall time of all sessions.</p>"
-    return _section("Wall time", _table(["run", "", "goodput", *names], rows, numeric={"goodput", *names}) + note)
+    colors = "".join(
+        f"<i class='part{list(PARTS).index(part)}'></i>{name} " for part, name in zip(parts, names, strict=True)
+    )
+    note = "Goodput is the time of steps that count, over the wall time of all sessions."
+    table = _table(["run", "", "goodput", *names], rows, numeric={"goodput", *names})
+    return _section("Wall time", f"{table}<p class='note colors'>{colors}</p><p class='note'>{note}</p>")
 
 
 def _times(times: Mapping[str, str]) -> str:

@@ -380,6 +380,7 @@ def test_without_matplotlib_the_page_is_written_and_a_message_names_the_rest(tmp
 
 def test_a_run_keeps_its_sample_for_the_page(tmp_path):
     record = Record.__new__(Record)
+    record._trackers = None
     record.run = js.Run(write_run(tmp_path / "a"))
     record.sample(3, "def ", "def a sample(): é")
     assert "a sample(): é" in Page(tmp_path / "a").text

@@ -100,7 +100,7 @@ def parsed(line: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"it is not valid JSON ({error})") from None
     if not isinstance(record, dict):
-        raise DataError(f"it is a {type(record).__name__} and not an object with fields")
+        raise DataError(f"it is of type {type(record).__name__} and not an object with fields")
     return record
 
 
@@ -118,7 +118,7 @@ def text_in(record: dict[str, Any], field: str) -> str:
         raise DataError(f"it has no field '{field}'{near(field, record)}")
     text = record[field]
     if not isinstance(text, str):
-        kind = "null" if text is None else f"a {type(text).__name__}"
+        kind = "null" if text is None else f"of type {type(text).__name__}"
         raise DataError(f"its field '{field}' is {kind} and not a text; name another field or remove such documents")
     return text
 
@@ -137,5 +137,7 @@ def name_in(record: dict[str, Any], field: str) -> str:
         raise DataError(f"it has no field '{field}'{near(field, record)}")
     value = record[field]
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise DataError(f"its field '{field}' is a {type(value).__name__}, but a name is a text or a whole number")
+        raise DataError(
+            f"its field '{field}' is of type {type(value).__name__}, but a name is a text or a whole number"
+        )
     return str(value)

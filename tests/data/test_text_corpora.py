@@ -151,11 +151,14 @@ LINES = [
     (lambda r: bad(r / "a.jsonl.zst", zstd(GOOD)[:-5]), r"a\.jsonl\.zst is damaged or truncated.*incomplete"),
     (lambda r: bad(r / "a.jsonl.zst", zstd(GOOD)[:99] + b"x" * 50), r"a\.jsonl\.zst is damaged"),
     (lambda r: bad(r / "a.jsonl", GOOD + b'{"text": "unfin'), r"a\.jsonl, line 61: it is not valid JSON"),
-    (lambda r: bad(r / "a.jsonl", b'{"text": "a"}\n["text"]\n'), r"line 2: it is a list and not an object"),
+    (lambda r: bad(r / "a.jsonl", b'{"text": "a"}\n["text"]\n'), r"line 2: it is of type list and not an object"),
     (lambda r: bad(r / "a.jsonl", b"[" * 100_000), r"line 1: it is nested too deep"),
     (lambda r: bad(r / "a.jsonl", b'{"text": "caf\xe9"}'), r"line 1: it is not valid JSON .*utf-8"),
     (lambda r: bad(r / "a.jsonl", b'{"texts": "a"}\n'), r"line 1: it has no field 'text'; did you mean 'texts'\?"),
-    (lambda r: bad(r / "a.jsonl", b'{"text": 3}\n'), r"line 1: its field 'text' is a int and not a text; name another"),
+    (
+        lambda r: bad(r / "a.jsonl", b'{"text": 3}\n'),
+        r"line 1: its field 'text' is of type int and not a text; name another",
+    ),
     (lambda r: bad(r / "a.jsonl", b'{"text": null}\n'), r"line 1: its field 'text' is null"),
     (
         lambda r: bad(r / "a.jsonl", b'{"text": "a\\u0000"}\n'),
@@ -226,7 +229,7 @@ def test_a_schema_that_differs_is_named_before_a_row_is_read(tmp_path, monkeypat
     ("options", "words"),
     [
         ({"field": "txt"}, r"has no column 'txt'; did you mean 'text'\?"),
-        ({"field": "other"}, r"row 0: its field 'other' is a int and not a text"),
+        ({"field": "other"}, r"row 0: its field 'other' is of type int and not a text"),
         ({"split": "trian"}, r"has no split 'trian'; did you mean 'train'\?"),
         ({"name_or_path": "savd"}, r"there is no data set .*did you mean .*saved'"),
     ],

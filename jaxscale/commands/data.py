@@ -26,6 +26,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "data",
         help="show the documents, statistics and rows of a corpus, or prepare it",
+        usage="jaxscale data [show | prepare] WHAT [options]",
         description="Shows what training would read: statistics of the documents, the first ones as text, and the "
         "first rows of a batch.\nThe corpus is tokenized into the cache first, as by a run, or with `prepare` into a "
         "folder of its own.\nWHAT is a gin file or a run, a token file, a folder of Hugging Face datasets, or files: "
@@ -35,7 +36,7 @@ def add(commands: Any) -> None:
         "  jaxscale data prepare 'shards/*.jsonl.zst' --tokenizer tokenizer.json --out tokens",
         formatter_class=TEXT,
     )
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, prog="jaxscale data")
     show = actions.add_parser("show", help="show it; the default", description="Show what training would read.")
     make = actions.add_parser(
         "prepare",

@@ -120,7 +120,7 @@ def show(corpora: list[dict[str, Any]], rows: list[dict[str, Any]], subject: Sub
         )  # fmt: skip
         for part in row["segments"]:
             span = f"{part['from']}-{part['to']}"
-            console.print(Text(f"  {span:>11}  {part['learned']:>6} learned  {part['text'][:60]!r}"))
+            console.print(Text(f"  {span:>11}  {part['learned']:>6} learned  {_quoted(part['text'][:60])}"))
 
 
 def _statistics(s: Statistics, tokenizer: Tokenizer | None, console: Any) -> None:
@@ -150,7 +150,11 @@ def _statistics(s: Statistics, tokenizer: Tokenizer | None, console: Any) -> Non
     for low, high, count in s.histogram:
         bar = "█" * round(30 * count / most)
         table.add_row(f"{low:,} to {high - 1:,} tokens", Text(f"{bar or '·'} {count:,}"))
-    words = [f"{text_of(np.array([id]), tokenizer)!r}" if tokenizer else str(id) for id, _ in s.frequent]
+    words = [_quoted(text_of(np.array([id]), tokenizer)) if tokenizer else str(id) for id, _ in s.frequent]
     frequent = [f"{word} {share:.1%}" for word, (_, share) in zip(words, s.frequent, strict=True)]
     table.add_row("most frequent tokens", Text(", ".join(frequent)))
     console.print(table)
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("\n", "\\n").replace("\t", "\\t") + "'"

@@ -115,7 +115,8 @@ def text_in(record: dict[str, Any], field: str) -> str:
       DataError: there is no such field, or it is not a text.
     """
     if field not in record:
-        raise DataError(f"it has no field '{field}'{near(field, record)}")
+        chat = "; chat_files reads conversations" if "messages" in record or "completion" in record else ""
+        raise DataError(f"it has no field '{field}'{chat or near(field, record)}")
     text = record[field]
     if not isinstance(text, str):
         kind = "null" if text is None else f"of type {type(text).__name__}"

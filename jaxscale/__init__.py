@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from jaxscale.layout import Layout, Rules, constrain, init_distributed, named, simulate_devices
     from jaxscale.plan.explain import explain
     from jaxscale.run import Run, fit
-    from jaxscale.step import TrainConfig
+    from jaxscale.step import TrainConfig, log
     from jaxscale.sweep.comparing import curves, runs
 
 _ROOMS = (
@@ -70,6 +70,7 @@ _NAMES = {
     "Run": "run",
     "TrainConfig": "step",
     "fit": "run",
+    "log": "step",
     "export_checkpoint": "convert.pretrained",
     "import_checkpoint": "convert.pretrained",
     "explain": "plan",
@@ -99,6 +100,7 @@ __all__ = [
     "interop",
     "layout",
     "load",
+    "log",
     "models",
     "named",
     "nn",

@@ -24,7 +24,7 @@ start: initfrom initfromhf initializefromhf loadfrom loadparameterspath pretrain
 seed: randomseed rngseed dataseed
 keep: keepcheckpoints savetotallimit maxtokeep keeplatestk
 adapters: lora peft
-guards: callbacks hooks
+callbacks: hooks hook callback trainercallback
 trackers: tensorboard tensorboarddir wandb usewandb mlflow reportto logger loggers logto tracker
 NextToken.loss: loss lossfn
 NextToken.z_loss: zloss zlossmultiplier zlossweight

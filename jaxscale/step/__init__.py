@@ -4,6 +4,7 @@ from jaxscale.step.adaptation import Adaptation, Adapters
 from jaxscale.step.algorithm import Algorithm
 from jaxscale.step.backprop import Backprop, make_loss_and_grads, make_step
 from jaxscale.step.blueprint import blueprint_of, settled
+from jaxscale.step.callbacks import Callback
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.local_steps import LocalSteps
 from jaxscale.step.lora import LoRA
@@ -18,6 +19,7 @@ from jaxscale.step.state import Blueprint, TrainState, describe_model, make_para
 from jaxscale.step.step import batch_sharding, batch_shardings, jit_step
 from jaxscale.step.trackers import TrackedRun, Tracker, Tracking
 from jaxscale.step.unfreeze import Unfreeze
+from jaxscale.step.user_metrics import log
 from jaxscale.step.watchdog import Watchdog
 from jaxscale.step.weight_ema import WeightEMA
 
@@ -26,6 +28,7 @@ __all__ = [
     "AutoLoss",
     "Backprop",
     "Blueprint",
+    "Callback",
     "CutLoss",
     "Input",
     "Adaptation",
@@ -54,6 +57,7 @@ __all__ = [
     "describe_model",
     "is_pipelined",
     "jit_step",
+    "log",
     "make_loss_and_grads",
     "make_params",
     "make_step",

@@ -19,6 +19,7 @@ from jaxscale.step.guards import Guard, judge
 from jaxscale.step.objective import Batch, Objective, Totals, check_additive, terms_of
 from jaxscale.step.pipeline import is_pipelined, pipelined, split_rows
 from jaxscale.step.state import Blueprint, TrainState
+from jaxscale.step.user_metrics import with_logged
 
 LossAndGrads = Callable[..., tuple[Metrics, Tree]]
 """`f(params, batch, key, frozen)`; see `make_loss_and_grads`."""
@@ -148,7 +149,7 @@ def make_loss_and_grads(
 
         if accumulate == 1:
             grads, terms = grad(params, batch, key, weights, frozen)
-            return objective.metrics(terms | weights), lay_out(like_params(grads))
+            return with_logged(objective.metrics(terms | weights), terms, 1), lay_out(like_params(grads))
 
         def micro(carry: Tree, part: Batch) -> tuple[Tree, Totals]:
             grads, terms = grad(params, part, key, weights, frozen)
@@ -156,7 +157,8 @@ def make_loss_and_grads(
 
         zeros = lay_out(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
         grads, terms = jax.lax.scan(micro, zeros, split_rows(blueprint, batch, accumulate, objective.group))
-        return objective.metrics(jax.tree.map(lambda x: jnp.sum(x, axis=0), terms) | weights), like_params(grads)
+        terms = jax.tree.map(lambda x: jnp.sum(x, axis=0), terms)
+        return with_logged(objective.metrics(terms | weights), terms, accumulate), like_params(grads)
 
     return loss_and_grads
 

@@ -21,6 +21,7 @@ from jaxscale.signatures import check_method
 from jaxscale.step.adaptation import Adapters
 from jaxscale.step.algorithm import Algorithm
 from jaxscale.step.backprop import Backprop
+from jaxscale.step.callbacks import check_callbacks
 from jaxscale.step.guards import FiniteGuard, Guard
 from jaxscale.step.loss import Loss
 from jaxscale.step.objective import NextToken, Objective, token_loss
@@ -76,6 +77,7 @@ class TrainConfig:
       watchdog: when another process counts as failed, which ends this one.
       trackers: where metrics go besides `metrics.jsonl`, such as `TensorBoard()`, `Wandb()`, `MLflow()` and
         `Trackio()` (see `jaxscale.step.trackers`).
+      callbacks: your own code after steps, evaluations and checkpoints (see `jaxscale.step.Callback`).
 
     Raises:
       ConfigError: a setting is out of its range.
@@ -114,6 +116,7 @@ class TrainConfig:
     snapshots: Snapshots = Snapshots(every=0)
     watchdog: Watchdog = Watchdog()
     trackers: tuple[Tracker, ...] = ()
+    callbacks: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "data", as_corpus(self.data))
@@ -186,6 +189,7 @@ class TrainConfig:
                 f"train.trackers must be a tuple of trackers, such as (TensorBoard(),), not {self.trackers!r}"
             )
         object.__setattr__(self, "trackers", tuple(self.trackers))
+        object.__setattr__(self, "callbacks", check_callbacks(self.callbacks))
 
     def _check_evaluate_on(self) -> None:
         for name, corpus in self.evaluate_on.items():

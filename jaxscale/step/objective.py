@@ -32,6 +32,7 @@ from jaxscale.nn import metrics as layer_metrics
 from jaxscale.parallel import as_weight
 from jaxscale.signatures import check_method
 from jaxscale.step.loss import AutoLoss, Loss
+from jaxscale.step.user_metrics import as_terms, collecting
 
 if TYPE_CHECKING:
     from jaxscale.step.config import TrainConfig
@@ -268,7 +269,9 @@ def terms_of(
       reference: the module with the run's initial parameters, or `None`.
     """
     more = {"reference": reference} if objective.reference else {}
-    return objective.terms(model, batch, key=key, **more)
+    with collecting() as logged:
+        terms = objective.terms(model, batch, key=key, **more)
+    return {**terms, **as_terms(logged)} if logged else terms
 
 
 def check_additive(objective: Objective, setting: str, remedy: str) -> None:

@@ -30,11 +30,12 @@ from jaxscale.step.config import TrainConfig
 from jaxscale.step.effects import without_effect
 from jaxscale.step.objective import Totals, terms_of
 from jaxscale.step.objective_checks import check_linear, check_numbers, merge_totals
-from jaxscale.step.pipeline import pipelined
+from jaxscale.step.pipeline import is_pipelined, pipelined
 from jaxscale.step.state import Blueprint
 from jaxscale.step.step import batch_shardings, jit_step, make_eval
 from jaxscale.step.texts import text_ids
 from jaxscale.step.trace import gathers
+from jaxscale.step.user_metrics import LOGGED, with_logged
 
 log = logging.getLogger("jaxscale")
 
@@ -374,7 +375,14 @@ def _trace(blueprint: Blueprint, config: TrainConfig) -> None:
         terms = terms_of(objective, model, batch, reference=blueprint.reference_of(frozen))
         weights = objective.weights(batch, config.accumulate)
         sums = merge_totals(objective, terms, weights)
-        check_numbers(objective, objective.value(sums), objective.metrics(sums))
+        metrics = objective.metrics(sums)
+        check_numbers(objective, objective.value(sums), metrics)
+        with_logged(metrics, sums, 1)  # raises if a metric has two values
+        if LOGGED in sums and is_pipelined(blueprint):
+            raise ConfigError(
+                f"{type(objective).__name__}.terms calls jaxscale.log, but {config.layout} has pipeline stages, which "
+                "do not call terms; return the metric from Objective.metrics, or use a layout without them"
+            )
         return terms, weights
 
     with config.layout if config.layout is not None else contextlib.nullcontext():

@@ -21,6 +21,7 @@ from jaxscale.step.prepare import Prepared
 from jaxscale.step.rates import examples, model_flops, peak_flops
 from jaxscale.step.state import TrainState
 from jaxscale.train import agree
+from jaxscale.train.calls import Calls
 from jaxscale.train.goodput import OTHER, STEPPING, Goodput, sentence
 from jaxscale.train.record import Record
 from jaxscale.train.report import Reporter
@@ -96,6 +97,7 @@ class Loop:
         self.skips.passed = set(agree.broadcast(sorted(self.skips.passed)))
         watched = Watched(config.layout, prepared.loader, self.skips, reporter.say, reporter.warn)
         self.watches = [g.watch(watched) for g in config.guards]
+        self.calls = Calls(run, prepared.blueprint, self._request_stop)
         self.now = self.furthest = self.returns = self.offence = 0
         self.pending: list[tuple[int, dict[str, jax.Array]]] = []  # steps whose numbers the loop has not waited for
         self.step = prepared.step_of(config)
@@ -196,6 +198,7 @@ class Loop:
                 self.reporter.stop()
                 self._phase(int(state.step), "last save", disk=True)
                 self._save(state)
+                self.calls.call("on_end", state)
                 return state
             except RollBack as e:
                 back = e.with_traceback(None)  # the traceback keeps the abandoned state alive
@@ -257,6 +260,9 @@ class Loop:
                     self._phase(now, "evaluation")
                     for corpus, batches in self.prepared.heldout.items():
                         row |= self._eval(state, corpus, batches)
+                if config.callbacks:
+                    self._phase(now, "callbacks", disk=True)
+                    self.calls.step(row, state, evaluate and step == now)
                 self._write(row, files)
             if save:
                 self._phase(now, "save", disk=True)
@@ -344,11 +350,15 @@ class Loop:
         for watch in self.watches:
             watch.before_save(state)
         self.saved.save(state)
+        self.calls.call("on_checkpoint", state)
+
+    def _request_stop(self) -> None:
+        self.signals.setdefault("signal", "request")
 
     def _stopping(self, step: int) -> bool:
         """Whether any process has to stop; the same on all processes."""
         if self.stop is not None and self.stop():
-            self.signals.setdefault("signal", "request")
+            self._request_stop()
         if jax.process_count() == 1:
             return bool(self.signals)
         if step % 10:

@@ -98,7 +98,7 @@ class Record:
             "started": before.get("started", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
             "updated": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "goodput": self.goodput.about(),
-            **({"error": f"{type(error).__name__}: {error}"} if error is not None else {}),
+            **({"error": _described(error)} if error is not None else {}),
         }
         write_json(self.run.path / INFO, info)
         self._written = info
@@ -130,3 +130,7 @@ class Record:
         if start is None:
             return {}
         return {"start": before["start"] if "start" in before else start.about()}
+
+
+def _described(error: BaseException) -> str:
+    return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])

@@ -99,7 +99,10 @@ def test_a_resumed_run_keeps_its_identity_and_an_edited_one_is_noticed():
     assert "trackers.json is not what was written" in fault
 
 
-@pytest.mark.parametrize("call", ["start", "log", "artifact", "finish"])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("call", ["start", "log", *(pytest.param(c, marks=LONG) for c in ("artifact", "finish"))])
 def test_a_tracker_that_raises_does_not_stop_the_run(call, capfd):
     config = js.TrainConfig(**bigram(trackers=(ListTracker(raises=call), ListTracker())))
     run = js.fit(config, run="here")
@@ -173,6 +176,7 @@ def test_trackers_of_one_class_are_stored_apart(tmp_path):
     assert list(read_json(tmp_path / "trackers.json")) == ["ListTracker", "ListTracker 2"]
 
 
+@pytest.mark.long
 def test_trials_of_a_sweep_are_a_group():
     text = js.config.dumps("train", js.TrainConfig(**bigram(trackers=(ListTracker(),))).values())
     js.sweep.Sweep(axes={"train.lr": [1e-3, 3e-3]}, objective="loss").run("lrs", text, quiet=True)

@@ -7,7 +7,7 @@ chunks that are needed are read.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Int64, Integer, UInt64
@@ -46,6 +46,7 @@ class Checked:
       below: the size of the vocabulary, if values are token ids, which must be below it.
       renew: called with the error for a damaged chunk; writes the file again and returns the new array. `None` if the
         file cannot be written again.
+      fill: called with the chunks that are not there yet, which it writes into `values`; `None` if all are.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Checked:
     digest: str
     below: int | None = None
     renew: Callable[[DamagedChunk], Checked] | None = None
+    fill: Callable[[Sequence[int]], None] | None = None
     _seen: Bool[np.ndarray, " c"] = dataclasses.field(init=False, repr=False)
     _whole: bool = dataclasses.field(init=False, repr=False, default=False)  # all of it was seen
 
@@ -72,8 +74,7 @@ class Checked:
             chunks = np.arange(chunks[0], chunks[1] + 1) if isinstance(index, slice) else chunks
             seen = self._seen[chunks]
             if not seen.all():
-                for chunk in np.unique(chunks[~seen] % len(self._seen)):
-                    self._check_chunk(int(chunk))
+                self._check_chunks(np.unique(chunks[~seen] % len(self._seen)).tolist())
                 self._whole = bool(self._seen.all())
         return self.values[index]
 
@@ -83,13 +84,23 @@ class Checked:
         Raises:
           DataError: as for reading values.
         """
-        for chunk in np.flatnonzero(~self._seen):
-            self._check_chunk(int(chunk))
+        self._check_chunks(np.flatnonzero(~self._seen).tolist())
+
+    def _check_chunks(self, chunks: list[int]) -> None:
+        if self.fill is not None:
+            self.fill([chunk for chunk in chunks if not self._is_whole(chunk)])
+        for chunk in chunks:
+            self._check_chunk(chunk)
+
+    def _is_whole(self, chunk: int) -> bool:
+        size = CHUNK // self.values.itemsize
+        part = self.values[chunk * size : (chunk + 1) * size]
+        return bool(int(DIGESTS[self.digest](part.view(np.uint8)), 16) == self.digests[chunk])
 
     def _check_chunk(self, chunk: int) -> None:
         size = CHUNK // self.values.itemsize
         part = self.values[chunk * size : (chunk + 1) * size]
-        if int(DIGESTS[self.digest](part.view(np.uint8)), 16) != self.digests[chunk]:
+        if not self._is_whole(chunk):
             bad = DamagedChunk(f"{self.name}, chunk {chunk} (bytes {chunk * CHUNK} to {chunk * CHUNK + part.nbytes}), "
                                "is not what was written")  # fmt: skip
             if self.renew is None:

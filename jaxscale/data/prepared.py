@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jaxscale.config import register
 from jaxscale.data.batch import Source
+from jaxscale.data.fetching import opened
 from jaxscale.data.packing import pack
 from jaxscale.data.storage import TokenFile, read_meta
 from jaxscale.data.tokenizer import Tokenizer
@@ -19,7 +20,7 @@ class PreparedTokens:
     """A folder written by `write_token_file`, or the cache of another corpus; it has both splits.
 
     Args:
-      path: the folder.
+      path: the folder, or its URL in a bucket (`s3://` or `gs://`), of which the chunks that are read are fetched.
       heldout: fraction of its documents held out, chosen by their names.
     """
 
@@ -29,7 +30,7 @@ class PreparedTokens:
     @property
     def name(self) -> str:
         """Name of the corpus in the file."""
-        return read_meta(Path(self.path).expanduser())[0]["corpus"]
+        return read_meta(opened(self.path)[0])[0]["corpus"]
 
     def source(
         self,

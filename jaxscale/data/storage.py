@@ -29,9 +29,9 @@ from typing import IO, Any
 import numpy as np
 from jaxtyping import Int64, Integer, UInt8, UInt64
 
-from jaxscale.buckets import BucketError, on_disk
 from jaxscale.data.checked import CHUNK, Checked, DamagedChunk, digests_of
 from jaxscale.data.encoded import dtype_of
+from jaxscale.data.fetching import filler, opened, with_holes
 from jaxscale.data.packing import Documents
 from jaxscale.data.split import select
 from jaxscale.data.tokenizer import Tokenizer
@@ -63,7 +63,8 @@ class TokenFile:
     read. A folder of an earlier version, which has no digests, is read once as a whole to add them.
 
     Args:
-      folder: the folder, from `write_token_file`.
+      folder: the folder, from `write_token_file`; or the URL of a copy of it in a bucket, of which the chunks that are
+        read are fetched to a working copy.
       again: writes the folder again and opens it; called when a chunk is damaged. `None` if that is not possible.
 
     Raises:
@@ -71,10 +72,8 @@ class TokenFile:
     """
 
     def __init__(self, folder: str | Path, again: Callable[[], TokenFile] | None = None):
-        try:
-            self.folder, self.again = on_disk(folder, "token files are"), again
-        except BucketError as e:
-            raise DataError(f"{e.strerror}") from None
+        self.folder, self.bucket = opened(folder)
+        self.again = again
         self.meta, old = read_meta(self.folder)
         self.fingerprint: str = self.meta["fingerprint"]
         self.vocab_size: int = self.meta["tokenizer"]["vocab_size"]
@@ -91,7 +90,7 @@ class TokenFile:
             self._verify(file)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenFile, (str(self.folder),)
+        return TokenFile, (str(self.bucket or self.folder),)
 
     def documents(self, split: str, heldout: float, name: str | None = None) -> Documents:
         """Return the documents of a split.
@@ -128,12 +127,13 @@ class TokenFile:
           file: one of `FILES`.
         """
         return Checked(
-            name=str(self.folder / file),
+            name=f"{self.bucket or self.folder}/{file}",
             values=self._parts[file],
             digests=self._digests[file],
             digest=self.meta["digest"],
             below=self.vocab_size if file == "tokens.bin" else None,
             renew=functools.partial(self._renewed, file),
+            fill=None if self.bucket is None else filler(self.bucket, file, self._parts[file]),
         )
 
     def verify(self) -> None:
@@ -197,13 +197,15 @@ class TokenFile:
 
     def _map(self, file: str, dtype: str, count: int) -> np.ndarray:
         path, kind = self.folder / file, np.dtype(dtype)
+        if self.bucket is not None and file != "digests.bin":
+            return with_holes(path, kind, count)
         size = path.stat().st_size if path.exists() else 0
         if size != count * kind.itemsize:
             raise self._damaged(f"{path} is damaged: it has {size} bytes instead of {count * kind.itemsize}")
         return np.memmap(path, kind, "r").view(np.ndarray)
 
     def _damaged(self, reason: str) -> DataError:
-        return DataError(f"{reason}; {_remedy(self.folder)}")
+        return DataError(f"{reason}; {_remedy(self.bucket or self.folder)}")
 
 
 def read_meta(folder: Path) -> tuple[dict[str, Any], bool]:
@@ -241,7 +243,7 @@ def read_meta(folder: Path) -> tuple[dict[str, Any], bool]:
     return meta, not sealed
 
 
-def _remedy(folder: Path) -> str:
+def _remedy(folder: object) -> str:
     return f"restore it from a copy, or remove {folder} and prepare it again"
 
 

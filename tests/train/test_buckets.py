@@ -17,7 +17,7 @@ import jaxscale as js
 from jaxscale import buckets, working_copy
 from jaxscale.buckets import Bucket, BucketError
 from jaxscale.cli import main
-from jaxscale.errors import CheckpointError, ConfigError, RunError
+from jaxscale.errors import CheckpointError, ConfigError, DataError, RunError
 from jaxscale.train.checkpoints.bucket_places import BucketFiles, BucketPlace
 from tests.truth.servers import failing, object_stores
 
@@ -272,3 +272,44 @@ def test_urls_and_their_working_copies_name_each_other():
     with pytest.raises(BucketError, match="there is no bucket"):
         Bucket("s3://nowhere").check()
     assert json.loads(json.dumps(dataclasses.asdict(js.train.FromRun("s3://a/b", 3))))["path"] == "s3://a/b"
+
+
+def test_a_token_file_in_a_bucket_is_fetched_chunk_by_chunk(tmp_path, monkeypatch):
+    tokenizer, random = js.data.ByteTokenizer(), np.random.default_rng(0)
+    documents = [(f"{i}", random.integers(0, 256, 20_000)) for i in range(40)]
+    js.data.write_token_file(tmp_path / "tokens", documents, tokenizer=tokenizer)
+    url = f"s3://runs/{tmp_path.name}/tokens"
+    for file in (tmp_path / "tokens").iterdir():
+        Bucket(url).write(file.name, file.read_bytes())
+    read = Bucket.read
+    fetched = []
+
+    def counted(self, key, start=None, stop=None):
+        fetched.append((key, start))
+        return read(self, key, start, stop)
+
+    monkeypatch.setattr(Bucket, "read", counted)
+    ours = js.data.token_file(url).source(tokenizer, seq_len=64, split="train")
+    theirs = js.data.token_file(str(tmp_path / "tokens")).source(tokenizer, seq_len=64, split="train")
+    assert ours.fingerprint == theirs.fingerprint
+    batches = [js.data.Loader(source, batch_size=4, seed=1) for source in (ours, theirs)]
+    before = len(fetched)
+    for _ in range(2):
+        jax.tree.map(np.testing.assert_array_equal, *(loader.batch_at(3) for loader in batches))
+    chunks = [start for key, start in fetched[before:] if key == "tokens.bin"]
+    assert 1 <= len(chunks) == len(set(chunks)) <= 8 < 25  # each once, and not the whole file
+    again = js.data.Loader(js.data.token_file(url).source(tokenizer, seq_len=64, split="train"), batch_size=4, seed=1)
+    before = len(fetched)
+    jax.tree.map(np.testing.assert_array_equal, again.batch_at(3), batches[1].batch_at(3))
+    assert not [key for key, _ in fetched[before:] if key == "tokens.bin"]  # they are on this machine
+
+    key, data = "tokens.bin", bytearray(read(Bucket(url), "tokens.bin"))
+    data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+    Bucket(url).write(key, data)
+    forget()
+    damaged = js.data.token_file(url).source(tokenizer, seq_len=64, split="train")
+    with pytest.raises(DataError, match="tokens.bin, chunk .* is not what was written"):
+        damaged.rows(np.arange(len(damaged)))
+    Bucket(url).delete("meta.json")
+    with pytest.raises(DataError, match="is not a complete token file"):
+        js.data.token_file(url).source(tokenizer, seq_len=64, split="train")

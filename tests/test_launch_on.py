@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
 
 import pytest
 import yaml
@@ -175,6 +177,75 @@ def test_kubernetes_own_schema_accepts_the_manifest(where):
         validate.validate(part, "1.31", strict=True)
 
 
+# --- xpk and SkyPilot -------------------------------------------------------------------------------------------------
+
+SLICES = ["--topology", "v5e:4x4*2", "--mesh", "data=2,fsdp=-1", "--run", "gs://b/r", "--gin.train.batch_size=32"]
+SLICES += ["--gin.Layout.across=data", *ON_PODS]
+
+
+def words_of(folder, text, **env):
+    """The arguments that a script passes to xpk, and the content of its file of environment variables."""
+    print_words = "import json, sys\nfile = [w[11:] for w in sys.argv if w.startswith('--env-file=')]\n"
+    print_words += "print(json.dumps([sys.argv[1:], open(file[0]).read() if file else '']))"
+    (folder / "xpk").write_text(f"#!{sys.executable} -IS\n{print_words}\n")
+    (folder / "xpk").chmod(0o755)
+    (folder / "job.sh").write_text(text)
+    path = {"PATH": f"{folder}:{os.environ['PATH']}", **env}
+    done = subprocess.run(["bash", "job.sh"], env=path, capture_output=True, text=True, timeout=60)
+    return json.loads(done.stdout) if done.returncode == 0 else done.stderr
+
+
+def test_an_xpk_script_passes_slices_restarts_and_the_command(folder):
+    options = ["--option", "cluster=c", "--env", "A=b c", "--secret", "WANDB_API_KEY", "--restarts", "4"]
+    text = write("xpk", *SLICES, *options)
+    assert "export it first" in words_of(folder, text)
+    words, env = words_of(folder, text, WANDB_API_KEY="abc")
+    for word in ("--tpu-type=v5litepod-4x4", "--num-slices=2", "--max-restarts=4", "--cluster=c", "--workload=demo"):
+        assert word in words
+    assert env == "A=b c\nWANDB_API_KEY\n"
+    [command] = [word for word in words if word.startswith("--command=")]
+    assert command.startswith(f"--command=jaxscale train {DEMO} --gin.train.batch_size=32 --gin.Layout.across=data")
+    assert command.endswith("--mesh data=2,fsdp=-1 --distributed --run gs://b/r --continue")
+    os.remove("file")
+    cube = ["--topology", "v5p:2x2x4", "--mesh", "fsdp=-1", "--run", "gs://b/r", *ON_PODS, *options]
+    assert "--tpu-type=v5p-2x2x4" in write("xpk", *cube)
+
+
+def test_a_skypilot_task_has_a_node_for_each_host(folder):
+    (folder / "my.gin").write_text(f"include '{DEMO}'")
+    more = ["--setup", "pip install x", "--secret", "WANDB_API_KEY", "--env", "A=1", "--option", "use_spot=true"]
+    task = yaml.safe_load(write("skypilot", *HOSTS, *more, "--restarts", "4", config="my.gin"))
+    assert (task["num_nodes"], task["workdir"], task["setup"]) == (2, ".", "pip install x\n")
+    assert (task["secrets"], task["envs"]) == ({"WANDB_API_KEY": None}, {"A": "1"})
+    assert task["resources"] == {
+        "accelerators": "H100:8",
+        "job_recovery": {"max_restarts_on_errors": 4},
+        "use_spot": True,
+    }
+    env = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
+    shell = task["run"].partition("jaxscale train")[0] + "env"
+    done = subprocess.run(
+        ["bash", "-c", shell], env={"PATH": os.environ["PATH"], **env}, capture_output=True, text=True
+    )
+    for line in ("JAXSCALE_COORDINATOR=10.0.0.1:8476", "JAXSCALE_PROCESSES=2", "JAXSCALE_PROCESS=1"):
+        assert line in done.stdout.splitlines()
+    os.remove("file")
+    pod = ["--topology", "v5p:2x2x4", "--mesh", "fsdp=-1", "--run", "gs://b/r", *ON_PODS]
+    task = yaml.safe_load(write("skypilot", *pod, config="my.gin"))
+    assert (task["num_nodes"], task["resources"]["accelerators"]) == (1, "tpu-v5p-32")  # 16 chips of 2 cores
+    assert "JAXSCALE" not in task["run"] and "--distributed" in task["run"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["h100:16", "v5p:2x2x4", "v5e:4x4", "v6e:4x4", "cpu:8", "a100:8", "mi300x:8"])
+def test_skypilot_itself_reads_the_task(name, folder):
+    sky = pytest.importorskip("sky", reason="pip install skypilot")
+    (folder / "my.gin").write_text(f"include '{DEMO}'")
+    write("skypilot", "--topology", name, "--mesh", "data=-1", "--run", "s3://b/r", *ON_PODS, config="my.gin")
+    os.rename("file", "task.yaml")
+    assert sky.Task.from_yaml("task.yaml").num_nodes == (2 if name == "h100:16" else 1)
+
+
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +270,12 @@ def test_kubernetes_own_schema_accepts_the_manifest(where):
         "time": (["slurm", *HOSTS, "--time", "1w"], "write 90m, 24h or 7d"),
         "option": (["kubernetes", *HOSTS, *ON_PODS, "--option", "namspace=x"], "did you mean 'namespace'?"),
         "ours": (["slurm", *HOSTS, "--option", "nodes=3"], "writes #SBATCH --nodes itself"),
+        "gpus": (["xpk", *HOSTS], "--on xpk is for TPUs"),
+        "cluster": (["xpk", *SLICES], "--option cluster=NAME"),
+        "install": (["skypilot", *HOSTS], "--setup"),
+        "outside": (["skypilot", *HOSTS, *ON_PODS], "copies the current folder"),
+        "one-slice": (["skypilot", *SLICES], "one slice"),
+        "unnamed": (["skypilot", "--topology", "mi355x:8", "--run", "s3://b/r"], "did you mean 'mi300x'?"),
         "restarts": (["slurm", *HOSTS, "--restarts", "-1"], "must be at least 0"),
         "tool": (["slurm", *HOSTS, "--submit"], "--submit needs sbatch"),
         "name": (["slurm", *HOSTS, "--name", "My_Run"], "choose one with --name"),

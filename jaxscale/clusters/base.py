@@ -6,7 +6,9 @@ import dataclasses
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import yaml
 
 from jaxscale.clusters.hosts import Hosts
 from jaxscale.errors import ConfigError, near
@@ -61,15 +63,16 @@ class Job:
         """The option that simulates the devices of a CPU topology; empty for accelerators."""
         return ["--devices", str(self.hardware.devices)] if self.hardware.chip.platform == "cpu" else []
 
-    def command(self, *, config: str, distributed: bool, bindings: bool = True) -> list[str]:
+    def command(self, *, config: str, distributed: bool, bindings: bool = True, installed: bool = False) -> list[str]:
         """Return the command line of one process.
 
         Args:
           config: the gin file on the hosts.
           distributed: whether the process joins others.
           bindings: whether to repeat the `--gin.` options, which `text` has already.
+          installed: whether `jaxscale` is on the PATH of hosts, as it is in an image.
         """
-        program = ["jaxscale"] if self.image is not None else [self.python, "-P", "-m", "jaxscale"]
+        program = ["jaxscale"] if installed or self.image is not None else [self.python, "-P", "-m", "jaxscale"]
         more = [word for word in self.train if bindings or not word.startswith("--gin.")]
         own = ["--distributed"] if distributed else []
         return [*program, "train", config, *more, *self.simulated, *own, "--run", self.run, "--continue"]
@@ -147,3 +150,23 @@ def check_options(job: Job, known: Collection[str], system: str) -> None:
     for name in job.options:
         if name not in known:
             raise ConfigError(f"--option {name}: {system} has no such option{near(name, known)}")
+
+
+def dump(*parts: dict[str, Any]) -> str:
+    """Write YAML documents; a text of several lines is written as such.
+
+    Args:
+      *parts: the documents.
+    """
+    return yaml.dump_all(parts, Dumper=_Dumper, sort_keys=False, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+
+_Dumper.add_representer(str, _text)

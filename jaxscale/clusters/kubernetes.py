@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from jaxscale.clusters.base import Job, check_options, lines_of
+from jaxscale.clusters.base import Job, check_options, dump, lines_of
 from jaxscale.errors import MISTAKE, ConfigError
 
 PORT = 8476
@@ -82,7 +80,7 @@ class Kubernetes:
         if job.secrets:
             values = " ".join(f'--from-literal={name}="${name}"' for name in job.secrets)
             head += f"# First store the secrets: kubectl create secret generic {SECRETS} {values}\n"
-        return head + yaml.dump_all(parts, Dumper=_Dumper, sort_keys=False, width=120)
+        return head + dump(*parts)
 
     def _object(self, job: Job, version: str, kind: str) -> Tree:
         metadata: Tree = {"name": job.name}
@@ -207,14 +205,3 @@ class Kubernetes:
 
 def _vendor(kinds: tuple[str, ...]) -> str:
     return "amd" if any(kind.startswith(("AMD", "gfx")) for kind in kinds) else "nvidia"
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as such."""
-
-
-def _lines(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
-
-
-_Dumper.add_representer(str, _lines)

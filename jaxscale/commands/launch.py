@@ -70,7 +70,7 @@ def run(after: argparse.ArgumentParser, args: argparse.Namespace, bindings: list
         return launch_on.run(after.parse_args(args.words, args), bindings)
     for name in launch_on.NAMES:
         if getattr(args, name):
-            raise ConfigError(f"--{name} is an option of --on; add --on slurm or --on kubernetes, or leave it out")
+            raise ConfigError(f"--{name} is an option of --on; add --on SYSTEM, such as --on slurm, or leave it out")
     if args.nproc is None:
         raise ConfigError("say where to run: --nproc 2 -- train CONFIG on this machine, or --on slurm CONFIG")
     words = args.words[1:] if args.words[:1] == ["--"] else args.words

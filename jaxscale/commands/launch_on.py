@@ -38,7 +38,7 @@ def options(parser: argparse.ArgumentParser) -> None:
       parser: the parser of the command.
     """
     add = parser.add_argument_group("writing what a cluster reads").add_argument
-    add("--on", metavar="SYSTEM", help="write what this system reads: slurm or kubernetes")
+    add("--on", metavar="SYSTEM", help="write what this system reads: slurm, kubernetes, xpk or skypilot")
     add("--topology", metavar="NAME", help="the hardware, such as h100:16, v5p:4x4x4 or v5e:16x16*2 (two slices)")
     add("--run", metavar="DIR", help="the run folder that all hosts and restarts use, such as s3://bucket/run-1")
     add("--mesh", metavar="SIZES", help='the mesh, such as "data=2,fsdp=-1" (default: that of the config)')
@@ -61,7 +61,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--option",
         action="append",
         metavar="NAME=VALUE",
-        help="an option of the system, such as partition=gpu (slurm: any of sbatch) or namespace=team (kubernetes)",
+        help="an option of the system, such as partition=gpu (slurm: any of sbatch), namespace=team (kubernetes)",
     )
     add("--submit", action="store_true", help="also submit the file, with the system's own tool")
 
@@ -140,7 +140,7 @@ def _job(args: argparse.Namespace, bindings: Sequence[str]) -> tuple[Job, TrainC
     restarts = RESTARTS if args.restarts is None else args.restarts
     if restarts < 0:
         raise ConfigError(f"--restarts {restarts}: must be at least 0")
-    train = [f"--gin.{line.replace(' = ', '=', 1)}" for line in bindings]
+    train = [f"--gin.{_plain(line.replace(' = ', '=', 1))}" for line in bindings]
     train += ["--mesh", args.mesh] * (args.mesh is not None)
     train += [word for module in args.modules or [] for word in ("--import", module)]
     job = Job(
@@ -162,6 +162,11 @@ def _job(args: argparse.Namespace, bindings: Sequence[str]) -> tuple[Job, TrainC
         options=_pairs("option", args.option),
     )
     return job, config
+
+
+def _plain(binding: str) -> str:
+    """A binding whose string has no quotes, where none are needed; several shells in a row do not lose them."""
+    return re.sub(r"='([a-z][a-z0-9_=,-]*)'$", r"=\1", binding)
 
 
 def check_mesh(config: TrainConfig, hardware: Topology) -> None:
@@ -237,7 +242,7 @@ def warn_about_run(job: Job, launcher: Launcher) -> None:
         shared = job.hosts.count == 1 or kind is None or kind in SHARED or kind.startswith("fuse")
         reason = f"is on a disk of this machine ({kind})"
     else:
-        reason = "is in the pod and ends with it"
+        reason = "is on a disk that ends with its machine"
     if not shared:
         print(
             f"jaxscale: warning: --run {job.run} {reason}, which the hosts of all restarts do not share; use a bucket, "

@@ -32,7 +32,10 @@ class Joined:
         """Return the ids at indices, of which -1 is the last, or of a slice."""
         if isinstance(index, slice):
             index = np.arange(*index.indices(self._size), dtype=np.int64)
-        index = index % self._size
+        if index.min(initial=0) < 0:
+            index = index % self._size
+        if not len(self._inserted):
+            return self._read(index)
         before = np.searchsorted(self._inserted, index)
         inserted = np.searchsorted(self._inserted, index, side="right") > before
         ids = np.full(len(index), self._eos, np.int32)

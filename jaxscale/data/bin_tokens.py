@@ -58,6 +58,7 @@ class BinTokens(TokenArrays):
     vocab_size: int | None = None
     eos: int | None = None
     name: ClassVar[str] = "bin_tokens"
+    files_setting: ClassVar[str] = "glob"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,10 +66,6 @@ class BinTokens(TokenArrays):
             value = getattr(self, field)
             if value not in known:
                 raise DataError(f"bin_tokens.{field} = {value!r} does not exist{near(str(value), known)}")
-
-    def training_files(self) -> Patterns:
-        """Return the glob."""
-        return self.glob
 
     def arrays(self, files: Patterns) -> list[TokenArray]:
         """Return the array of each file that matches; the formats must be the same for all."""

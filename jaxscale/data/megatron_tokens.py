@@ -54,15 +54,12 @@ class MegatronTokens(TokenArrays):
     vocab_size: int | None = None
     eos: int | None = None
     name: ClassVar[str] = "megatron_tokens"
+    files_setting: ClassVar[str] = "path"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.unit not in UNITS:
             raise DataError(f"megatron_tokens.unit = {self.unit!r} does not exist{near(str(self.unit), UNITS)}")
-
-    def training_files(self) -> Patterns:
-        """Return the paths."""
-        return self.path
 
     def arrays(self, files: Patterns) -> list[TokenArray]:
         """Return the array of each dataset that matches, after comparing its index with the sizes of both files."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -274,9 +275,10 @@ def _kind(value: Any) -> str:
         return "rows"
     if isinstance(value, str | bytes):
         return "text"
-    array = np.asarray(value)
-    if array.ndim == 1 and (array.dtype.kind in "iu" or not array.size):
-        return "ids"
+    with contextlib.suppress(TypeError, ValueError):  # such as lists of different lengths
+        array = np.asarray(value)
+        if array.ndim == 1 and (array.dtype.kind in "iu" or not array.size):
+            return "ids"
     raise DataError(
         f"a record is {_short(value)}; give a dict of arrays, a text, or token ids (integers in one dimension)"
     )

@@ -6,6 +6,7 @@ vocabulary are an error before training, and a change of a file during training 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -152,7 +153,7 @@ def _load(file: Path) -> Scan | None:
             return Scan(
                 str(saved["content"]), NEW, saved["digests"], saved["ends"], int(saved["least"]), int(saved["most"])
             )
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         log.warning("%s is damaged (%s); the file is scanned again", file, error)
@@ -175,5 +176,6 @@ def _save(file: Path, result: Scan) -> Scan:
         os.replace(partial, file)
     except OSError as error:
         log.warning("cannot write %s (%s), so the next run scans again; set JAXSCALE_CACHE", file, error.strerror)
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
     return result

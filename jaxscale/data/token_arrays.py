@@ -39,6 +39,7 @@ class TokenArrays:
 
     Attributes:
       name: name of the corpus.
+      files_setting: name of the setting that names the files.
       heldout: fraction of documents held out, chosen by file and number; or the held-out files, which are then not
         trained on.
       vocab_size: number of ids; `None` is the tokenizer's.
@@ -47,12 +48,28 @@ class TokenArrays:
     """
 
     name: ClassVar[str]
+    files_setting: ClassVar[str]
     heldout: float | Patterns
     vocab_size: int | None
     eos: int | None
     append_eos: bool = False
 
     def __post_init__(self) -> None:
+        for setting in (self.files_setting, "heldout"):
+            value = getattr(self, setting)
+            patterns = (value,) if isinstance(value, str) else value
+            fraction = setting == "heldout" and isinstance(value, float | int)
+            some = isinstance(patterns, tuple | list) and patterns and all(isinstance(p, str) for p in patterns)
+            if not fraction and not some:
+                fraction_too = ", or a fraction" if setting == "heldout" else ""
+                raise DataError(
+                    f"{self.name}.{setting} = {value!r} does not name files; give a pattern or a tuple of patterns"
+                    f"{fraction_too}."
+                )
+        for setting in ("vocab_size", "eos"):
+            number = getattr(self, setting)
+            if number is not None and type(number) is not int:
+                raise DataError(f"{self.name}.{setting} = {number!r} is not a whole number; give one, or None.")
         if (self.vocab_size is None) != (self.eos is None):
             missing, other = ("eos", "vocab_size") if self.eos is None else ("vocab_size", "eos")
             raise DataError(f"{self.name}.{other} is set without {self.name}.{missing}; set both, or none of them.")
@@ -61,10 +78,6 @@ class TokenArrays:
                 f"{self.name}.eos = {self.eos} is not an id below vocab_size = {self.vocab_size}; set the id of the "
                 "token that ends documents, and at most 2**31 ids."
             )
-
-    def training_files(self) -> Patterns:
-        """Return the setting that names the files."""
-        raise NotImplementedError
 
     def arrays(self, files: Patterns) -> list[TokenArray]:
         """Return the arrays of ids, after checking the files' headers and sizes.
@@ -160,7 +173,8 @@ class TokenArrays:
         )
 
     def _chosen(self, split: str) -> list[TokenArray]:
-        arrays = self.arrays(self.training_files())
+        files: Patterns = getattr(self, self.files_setting)
+        arrays = self.arrays(files)
         if isinstance(self.heldout, float | int):
             return arrays
         heldout = self.arrays(self.heldout)
@@ -170,7 +184,7 @@ class TokenArrays:
         arrays = [array for array in arrays if array.path.resolve() not in excluded]
         if not arrays:
             raise DataError(
-                f"{self.name}.heldout = {self.heldout!r} matches every file of {self.training_files()!r}, so there is "
+                f"{self.name}.heldout = {self.heldout!r} matches every file of {files!r}, so there is "
                 "nothing to train on; name other files."
             )
         return arrays

@@ -157,6 +157,7 @@ PIXELS = np.zeros((8, 8), np.float32)
         (lambda: data.records([*texts(9), ids(1)[0]]), "record 9 .* is not text, as record 0 is"),
         (lambda: data.records([np.array([1, 300])] * 9), "has id 300"),
         (lambda: data.records([1.5] * 9), "a record is 1.5; give"),
+        (lambda: data.records([[[1], 2]] * 9), r"a record is \[\[1\], 2\]; give"),
         (lambda: data.records([b"\xff"] * 9), "not UTF-8"),
         (lambda: data.records(Images(edited={100: {"image": PIXELS}})), "record 100 has no 'label'"),
         (lambda: data.records(Images(edited={100: {"image": PIXELS[1:], "label": 1}})), "of record 100 has shape .7,"),

@@ -171,6 +171,7 @@ def test_a_change_after_the_scan_is_an_error_and_a_damaged_scan_is_repeated(tmp_
     corpus = data.bin_tokens(str(path), heldout=0, **IDS)
     source = opened(corpus, cache=cache)
     (saved,) = (cache / "scans").iterdir()
+    assert opened(corpus, cache=path).fingerprint == source.fingerprint  # a cache that cannot be written
     saved.write_bytes(saved.read_bytes()[:100])
     assert opened(corpus, cache=cache).fingerprint == source.fingerprint
     stat = path.stat()
@@ -232,6 +233,9 @@ def test_a_damaged_dataset_of_megatron_is_refused_in_one_sentence(tmp_path, dama
         (lambda p: None, {"eos": 100}, "eos = 100 is not an id"),
         (lambda p: None, {"vocab_size": None, "eos": None}, "pass the tokenizer, or set bin_tokens.vocab_size"),
         (lambda p: None, {"format": "llmc"}, "did you mean 'llm.c'"),
+        (lambda p: None, {"heldout": None}, "heldout = None does not name files; .*, or a fraction"),
+        (lambda p: None, {"glob": ()}, r"glob = \(\) does not name files"),
+        (lambda p: None, {"eos": "x"}, "eos = 'x' is not a whole number"),
         (lambda p: None, {"glob": ("{p}", "{p}")}, "matches two patterns"),
         (lambda p: None, {"heldout": 0.5, "glob": "{p}x"}, "no file matches"),
     ],

@@ -27,6 +27,7 @@ def test_a_trial_is_the_run_that_its_settings_make_alone():
     assert (row["state"], row["steps"], row["tokens"]) == ("finished", 4, 4 * 8 * 16)
     assert (row["parameters"], row["flops"]) == (2 * 32 * 8, 4 * 8 * 16 * 32 * 8 * 6)
     assert result.run(row).config.lr == 2e-2
+    assert row["goodput"] == result.run(row).info["goodput"]["share"] > 0 and "stepping_seconds" not in row
 
 
 def test_a_run_that_fails_is_a_row_and_the_sweep_continues(tmp_path):

@@ -128,6 +128,8 @@ class _Index:
         size = data.stat().st_size if data.is_file() else None
         if size is None:
             raise DataError(f"{data} does not exist beside {self.path}; copy both files of the dataset")
-        if size != self.bytes or not size:
+        if not size and not self.bytes:
+            raise DataError(f"{data} has no token; write it again, or remove it")
+        if size != self.bytes:
             raise DataError(f"{data} has {size} bytes, but {self.path} counts {self.bytes}; copy both files again")
         return TokenArray(name, data, self.dtype, 0, size // self.dtype.itemsize)

@@ -205,8 +205,17 @@ def patterns_of(patterns: Patterns) -> tuple[str, ...]:
 
     Args:
       patterns: one pattern, or several.
+
+    Raises:
+      DataError: one is a URL.
     """
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    every = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    for pattern in every:
+        if "://" in pattern:
+            raise DataError(
+                f"{pattern} is not on this machine, but files are mapped into memory; copy them to a local disk."
+            )
+    return every
 
 
 def check_distinct(arrays: list[TokenArray]) -> list[TokenArray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 
 from experiments.bring_your_own.digits import Classify
 from experiments.bring_your_own.vit import ViT
+from jaxscale import config as gin
 from jaxscale import data
+from jaxscale.config import register
 from jaxscale.errors import ConfigError, DataError
 from jaxscale.step import TrainConfig
 from jaxscale.step.prepare import prepare
@@ -138,6 +141,31 @@ def test_any_object_with_records_is_data_and_is_compared_with_the_objective_befo
     for wrong in ("text", {"a": 1}, Images):
         with pytest.raises(ConfigError, match="train.data must be a corpus"):
             config(wrong)
+
+
+@register(name="NumberedImages")
+@dataclasses.dataclass(frozen=True)
+class Numbered:
+    """Image i is filled with `scale * i`."""
+
+    scale: int = 1
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        return {"image": np.full((8, 8), self.scale * i, np.float32), "label": np.int32(i % 10)}
+
+
+def test_a_registered_object_is_data_by_reference_and_lists_are_left_out_of_the_config_that_a_run_writes():
+    text = gin.dumps("train", {"data": config(Numbered(3)).data})
+    with gin.isolated():
+        gin.load(bindings=[text])
+        written = gin.call("train", model=ViT(width=8, heads=1, depth=1), objective=Classify(), layout=None).data
+    assert opened(written).fingerprint == opened(data.records(Numbered(3))).fingerprint
+    assert opened(written).fingerprint != opened(data.records(Numbered())).fingerprint
+    text = gin.dumps("train", {"data": config([Numbered()[i] for i in range(30)]).data})
+    assert "# train.data.data = list of 30 records: not expressible" in text
 
 
 PIXELS = np.zeros((8, 8), np.float32)

@@ -117,9 +117,9 @@ def test_steps_that_are_dropped_twice_are_lost_once():
     assert (again.parts()["lost_steps"], again.parts()["stepping"]) == (6 * SECOND, 0)
 
 
-def test_the_parts_of_a_run_add_up_to_its_wall_time():
+def test_the_parts_of_a_run_add_up_to_its_wall_time_and_are_shown(capsys):
     before = time.time()
-    run = fit("here", eval_batches=1, eval_every=2)
+    run = fit("here", quiet=False, eval_batches=1, eval_every=2)
     after = time.time()
     entry = run.info["goodput"]
     parts, rows = add_up(entry), run.metrics()
@@ -131,6 +131,7 @@ def test_the_parts_of_a_run_add_up_to_its_wall_time():
     assert [row["step"] for row in rows if "evaluating_seconds" in row] == [2, 4, 6, 8]
     assert rows[0]["compiling_seconds"] > 0 and "compiling_seconds" not in rows[6]
     assert entry["share"] == pytest.approx(parts["stepping"] / entry["wall_seconds"])
+    is_shown(run, entry, capsys.readouterr().out)
 
 
 def killed_at(step, folder, **changes):
@@ -170,6 +171,7 @@ def test_a_killed_run_counts_the_steps_that_it_lost_and_the_wait():
     assert 0 < parts["waiting"] < second
 
 
+@pytest.mark.long
 def test_a_failed_run_loses_the_steps_after_its_checkpoint(monkeypatch):
     take = Loop._take
 
@@ -206,6 +208,14 @@ def test_a_rollback_loses_the_steps_that_it_drops(monkeypatch):
     assert parts["stepping"] == pytest.approx(stepping(rows[:4] + rows[6:]), rel=1e-6)
 
 
+@pytest.mark.parametrize("status, seconds", [("failed", 5), ("running", 5), ("paused", 0), ("finished", 0)])
+def test_only_a_run_that_broke_off_waits_for_its_next_start(status, seconds):
+    goodput, before = Goodput(), Goodput().about()
+    goodput.resumed({"goodput": {**before, "until": time.time() - 5}, "status": status}, [], 0)
+    assert goodput.parts()["waiting"] / SECOND == pytest.approx(seconds, abs=0.5)
+
+
+@pytest.mark.long
 def test_a_pause_is_no_wait():
     fit("here", steps=4)
     run = fit("here", resume=True)
@@ -222,10 +232,7 @@ def test_a_run_of_an_earlier_version_counts_from_its_next_start(entry):
     assert set(goodput.parts().values()) >= {0} and goodput.parts()["waiting"] == 0
 
 
-def test_it_is_shown_at_the_end_in_reports_and_in_tables(capsys):
-    run = fit("here", quiet=False)
-    entry = run.info["goodput"]
-    printed = capsys.readouterr().out
+def is_shown(run, entry, printed):
     assert sentence(entry).partition(":")[0] in printed
     assert re.search(r"step 8/8 · .* · goodput \d+%", printed)
     page = Path(report("here", pictures=False)).read_text()

@@ -116,6 +116,9 @@ gb200: graceblackwell gb200nvl72
 gb300: gb300nvl72
 mi300x: amd instinct mi300
 mi355x: mi355 mi350 mi350x
+slurm: sbatch srun
+kubernetes: k8s kube gke jobset
+skypilot: sky
 train: fit run finetune pretrain resume trainer training
 sample: generate chat inference infer predict complete
 eval: evaluate perplexity

@@ -68,6 +68,11 @@ class Slurm:
             )
         if job.volumes:
             raise ConfigError("--volume is for --on kubernetes; hosts of SLURM share their disks already")
+        if job.minutes is not None and job.minutes * 60 <= 2 * NOTICE:
+            raise ConfigError(
+                f"--time {job.minutes}m: a job is asked to end {NOTICE // 60} minutes before its limit, so that it "
+                f"needs at least {2 * NOTICE // 60 + 1}m"
+            )
         for name in job.options:
             if name in OURS:
                 raise ConfigError(f"--option {name}: jaxscale launch writes #SBATCH --{name} itself; leave it out")

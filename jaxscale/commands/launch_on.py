@@ -99,10 +99,10 @@ def run(args: argparse.Namespace, bindings: Sequence[str]) -> int:
     launcher.check(job)
     check_mesh(config, job.hardware)
     warn_about_run(job, launcher)
-    file = Path(args.out or f"{job.name}{launcher.suffix}")
+    text, file = launcher.text(job), Path(args.out or f"{job.name}{launcher.suffix}")
     try:
         with file.open("x") as new:  # never over an older file, which may have been edited
-            new.write(launcher.text(job))
+            new.write(text)
     except FileExistsError:
         raise ConfigError(f"{file} exists already; delete it, or write another file with -o") from None
     except OSError as e:
@@ -122,6 +122,9 @@ def _job(args: argparse.Namespace, bindings: Sequence[str]) -> tuple[Job, TrainC
     from jaxscale.hardware import topology
     from jaxscale.import_path import append_current_folder
 
+    for name in ("image", "venv", "name", "out"):
+        if getattr(args, name) == "":
+            raise ConfigError(f"--{name} is empty; check that the shell variable is set")
     for what, value in (("the hardware, such as --topology h100:16", args.topology), ("a gin file", args.config)):
         if not value:
             raise ConfigError(f"jaxscale launch --on {args.on} needs {what}")
@@ -298,7 +301,7 @@ def _pairs(option: str, words: Sequence[str] | None) -> dict[str, str]:
     pairs = {}
     for word in words or []:
         name, equals, value = word.partition("=")
-        if not equals or not name:
+        if not equals or not re.fullmatch(r"[\w-]+", name):
             raise ConfigError(f"--{option} {word} is not of the form NAME=VALUE")
         if "\n" in value:
             raise ConfigError(f"--{option} {name}: the value has several lines; write one")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from jaxscale.data.periods import BLOCK, Periods
 from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.errors import DataError
 
+MOST = 1e100
+"""The largest weight."""
+
 
 @register(name="mixture")
 @dataclass(frozen=True)
@@ -30,9 +34,9 @@ class Mixture:
 
         mixture(((web, 0.9), (code, 0.1)), schedule=((10_000, (0.5, 0.5)),))
 
-    The schedule counts steps and not rows, as all settings of training do, and stays right when a run goes on with
-    another batch size. The loader tells the source its batch size (see `OrdersBatches`); `batch_at(step)` is still a
-    pure function. A mixture without a schedule does not depend on the batch size.
+    The schedule counts steps from 0, as `batch_at` does, and not rows, as all settings of training do, and stays right
+    when a run goes on with another batch size. The loader tells the source its batch size (see `OrdersBatches`);
+    `batch_at(step)` is still a pure function. A mixture without a schedule does not depend on the batch size.
 
     Args:
       parts: (corpus, weight) pairs; weights are shares of rows from the first step on, and need not sum to 1. They are
@@ -54,6 +58,10 @@ class Mixture:
         for part in self.parts:
             if not isinstance(part, Sequence) or len(part) != 2:
                 raise DataError(f"mixture part {part!r} is not a (corpus, weight) pair; write ((corpus, 0.5), ...).")
+            if not hasattr(part[0], "source"):
+                raise DataError(
+                    f"mixture part {part[0]!r} is not a corpus; give one such as text_files('*.txt'), with its weight."
+                )
             if isinstance(part[0], Mixture) and part[0].schedule:
                 raise DataError(
                     f"mixture part '{part[0].name}' has a schedule of its own, and steps of it are not steps of "
@@ -63,8 +71,11 @@ class Mixture:
         for number, (corpus, weight) in enumerate(self.parts):
             later = [weights[number] for _, weights in self.schedule]
             for value in (weight, *later):
-                if not (_is_number(value) and value >= 0):
-                    raise DataError(f"mixture part '{corpus.name}' has weight {value}; use a number of at least 0.")
+                if not _is_weight(value):
+                    raise DataError(
+                        f"mixture part '{corpus.name}' has weight {value!r}; use a number of at least 0 and at most "
+                        f"{MOST:g}."
+                    )
             if not any((weight, *later)):
                 raise DataError(f"mixture part '{corpus.name}' has weight {weight}; use one above 0 or leave it out.")
         for step, weights in ((0, [weight for _, weight in self.parts]), *self.schedule):
@@ -215,8 +226,8 @@ class MixtureSource:
         return batch
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _is_weight(value: object) -> bool:
+    return isinstance(value, numbers.Real) and 0 <= float(value) <= MOST
 
 
 def _check_schedule(schedule: object, parts: int) -> None:
@@ -225,10 +236,10 @@ def _check_schedule(schedule: object, parts: int) -> None:
         raise DataError(f"mixture.schedule = {schedule!r} is not a tuple; write (step, weights) pairs: {example}")
     last = 0
     for entry in schedule:
-        if not isinstance(entry, Sequence) or len(entry) != 2 or not isinstance(entry[1], Sequence):
+        if not isinstance(entry, Sequence) or len(entry) != 2 or not isinstance(entry[1], Sequence | np.ndarray):
             raise DataError(f"mixture.schedule has {entry!r}, not a (step, weights) pair; write {example}")
         step, weights = entry
-        if not isinstance(step, int) or isinstance(step, bool) or not 1 <= step <= 2**40:
+        if not isinstance(step, int | np.integer) or isinstance(step, bool) or not 1 <= step <= 2**40:
             raise DataError(
                 f"mixture.schedule has the step {step!r}; use whole numbers from 1 to 2**40 (the weights from step 0 "
                 "on are those in mixture.parts)"
@@ -240,7 +251,7 @@ def _check_schedule(schedule: object, parts: int) -> None:
                 f"mixture.schedule has {len(weights)} weight(s) at step {step}, but the mixture has {parts} part(s); "
                 f"write one weight for each: {example}"
             )
-        last = step
+        last = int(step)
 
 
 def largest_remainder(weights: Sequence[float], total: int) -> Int64[np.ndarray, " p"]:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.data.markov import Synthetic
+from jaxscale.data.mixing import Mixture
 from jaxscale.errors import LayoutError
 from jaxscale.layout import TensorInfo
 from jaxscale.models.base import FindsIdle
@@ -51,6 +52,9 @@ def _of_run(c: TrainConfig, blueprint: Blueprint) -> Findings:
         for name in not_default(c, "tokenizer"):
             yield f"train.{name}", c.tokenizer, "the corpus consists of token ids"
     ends = f"the run ends after train.steps = {c.steps}"
+    late = tuple(entry for entry in c.data.schedule if entry[0] >= c.steps) if isinstance(c.data, Mixture) else ()
+    if late:
+        yield "mixture.schedule", late, ends
     if c.eval_every and not c.eval_batches:
         yield "train.eval_every", c.eval_every, "train.eval_batches = 0 never evaluates"
     elif c.eval_every > c.steps:

@@ -11,6 +11,9 @@ import pytest
 from jaxscale import config, data
 from jaxscale.data.mixing import BLOCK
 from jaxscale.errors import DataError
+from jaxscale.models import TransformerConfig
+from jaxscale.step import TrainConfig, blueprint_of
+from jaxscale.step.effects import without_effect
 
 
 def mixed(*parts, schedule=()):
@@ -110,7 +113,8 @@ b/synthetic.seed = 7
         ((1, 1), (5, (1, 1)), r"has 5, not a \(step, weights\) pair; write \(\(10000, \(0.5, 0.5\)\),\)"),
         ((1, 1), 7, "is not a tuple"),
         ((1, 1), ((5, (1, -1)),), "has weight -1; use a number of at least 0"),
-        ((1, 1), ((5, (1, "a")),), "has weight a; use a number"),
+        ((1, 1), ((5, (1, "2")),), "has weight '2'; use a number"),
+        ((1, 1e200), (), "at most 1e.100"),
         ((1, 1), ((5, (1, float("nan"))),), "has weight nan"),
         ((1, 1), ((5, (0, 0)),), "all weights of the mixture are 0 from step 5"),
         ((1, 0), ((5, (1, 0)),), "has weight 0; use one above 0 or leave it out"),
@@ -122,6 +126,25 @@ def test_an_impossible_schedule_is_refused_in_one_sentence(parts, schedule, word
     with pytest.raises(DataError, match=words) as caught:
         mixed(*((20, weight) for weight in parts), schedule=schedule)
     assert "\n" not in str(caught.value)
+
+
+def test_numbers_of_numpy_are_weights_and_steps():
+    plain = mixed((20, 1), (20, 0.5), schedule=((5, (1, 2)),))
+    numpy = mixed((20, np.int64(1)), (20, np.float32(0.5)), schedule=((np.int64(5), np.array([1.0, 2.0])),))
+    assert plain.fingerprint == numpy.fingerprint
+    with pytest.raises(DataError, match="'a.txt' is not a corpus"):
+        data.mixture((("a.txt", 1),))
+
+
+def test_a_change_after_the_last_step_is_named():
+    corpora = ((data.synthetic(16), 1), (data.synthetic(16, seed=1), 0))
+    corpus = data.mixture(corpora, ((7, (1, 1)), (8, (1, 2))))
+    model = TransformerConfig(vocab=16, width=8, depth=1, heads=2)
+    for steps, late in {9: [], 8: ["((8, (1, 2)),)"], 7: ["((7, (1, 1)), (8, (1, 2)))"]}.items():
+        config = TrainConfig(model=model, data=corpus, steps=steps, batch_size=2, seq_len=8)
+        notes = [s for s in without_effect(config, blueprint_of(config)[0]) if "mixture.schedule" in s]
+        ends = f"has no effect: the run ends after train.steps = {steps}"
+        assert notes == [f"mixture.schedule = {entries} {ends}" for entries in late]
 
 
 def test_a_mixture_with_a_schedule_is_no_part_of_another_and_the_advice_works():

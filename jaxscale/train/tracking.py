@@ -221,7 +221,8 @@ def tracked(config: TrainConfig, folder: Path, id: str, first: int) -> TrackedRu
       first: the step that it continues from.
     """
     folder = folder.absolute()
-    group = folder.parent.name if (folder.parent / "sweep.gin").exists() else None
+    is_trial = folder.name.isdecimal() and (folder.parent / "sweep.gin").exists()
+    group = folder.parent.name if is_trial else None
     name = folder.name if group is None else f"{group}/{folder.name}"
     lines = (line.partition(" = ") for line in gin_config.dumps("train", config.values()).splitlines())
     settings = {key: _value(text) for key, equals, text in lines if equals and not key.startswith("#")}

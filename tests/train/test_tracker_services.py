@@ -68,6 +68,18 @@ def test_wandb_offline_has_all_steps_under_one_id():
     assert [(row["step"], row["loss"]) for row in rows if isinstance(row.get("loss"), float)] == losses(run)
 
 
+def test_wandb_without_an_api_key_is_a_warning(monkeypatch, tmp_path, capfd):
+    pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    run = js.fit(js.TrainConfig(**bigram(trackers=(js.train.Wandb(),))), run="tracked")
+    out = " ".join(capfd.readouterr().out.split())
+    assert 'warning: Wandb failed to start (RuntimeError: there is no API key: run "wandb login"' in out
+    assert "4 rows did not reach Wandb" in out and run.info["status"] == "finished"
+
+
 def _records(data):
     """Read a .wandb file: 7 bytes of header, then LevelDB's log of blocks of 32 KiB.
 

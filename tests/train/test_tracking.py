@@ -14,7 +14,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.step.trackers import TrackedRun, Tracker, Tracking
 from jaxscale.train import TensorBoard, read_config
 from jaxscale.train.files import read_json
-from jaxscale.train.tracking import Trackers
+from jaxscale.train.tracking import Trackers, tracked
 from tests.truth.errors import raises_saying
 from tests.truth.runs import bigram
 
@@ -174,6 +174,12 @@ def test_trackers_of_one_class_are_stored_apart(tmp_path):
     trackers, _ = trackers_of(tmp_path, ListTracker(), ListTracker())
     trackers.finish("finished")
     assert list(read_json(tmp_path / "trackers.json")) == ["ListTracker", "ListTracker 2"]
+
+
+def test_a_run_beside_a_gin_file_of_a_sweep_is_no_trial(tmp_path):
+    (tmp_path / "sweep.gin").touch()
+    groups = [tracked(js.TrainConfig(), tmp_path / name, "", 0).group for name in ("run-1", "001")]
+    assert groups == [None, tmp_path.name]
 
 
 @pytest.mark.long

@@ -16,6 +16,8 @@ from jaxscale.working_copy import as_named
 _BATCH = 100  # parameters of one request at most: https://mlflow.org/docs/latest/rest-api.html
 _LENGTH = 500  # characters of a parameter's value that every store takes
 
+_TRAINING = {"mlflow.experimentKind": "custom_model_development"}  # the kind that MLflow 3 has for training
+
 
 @register
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,7 @@ class MLflow(Tracker):
         experiment = client.get_experiment_by_name(self.experiment)
         if experiment is None:
             try:
-                id = client.create_experiment(self.experiment)
+                id = client.create_experiment(self.experiment, tags=_TRAINING)
             except MlflowException:  # another trial made it meanwhile
                 experiment = client.get_experiment_by_name(self.experiment)
                 if experiment is None:

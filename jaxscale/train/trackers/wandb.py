@@ -47,6 +47,9 @@ class Wandb(Tracker):
         """Start a run, or continue the one with the stored id."""
         import wandb
 
+        mode = self.mode or wandb.setup().settings.mode
+        if mode == "online" and not wandb.login(prompt=False, verify=False):  # a prompt would wait in this thread
+            raise RuntimeError('there is no API key: run "wandb login", set WANDB_API_KEY, or Wandb.mode = "offline"')
         stored = {"id": run.stored.get("id", run.id), "project": run.stored.get("project", self.project)}
         record = wandb.init(
             project=stored["project"],
@@ -58,18 +61,13 @@ class Wandb(Tracker):
             config=dict(run.settings),
             tags=list(self.tags),
             mode=self.mode,  # type: ignore[arg-type]
-            resume=None if self._offline() else "allow",  # offline, `wandb sync` joins runs of one id
+            resume="allow" if mode == "online" else None,  # offline, `wandb sync` joins runs of one id
             reinit="create_new",  # several runs of one process, as the trials of a sweep
             settings=wandb.Settings(console="off", silent=True),
         )
         record.define_metric("step")
         record.define_metric("*", step_metric="step")  # steps may repeat, which wandb's own may not
         return _Run(record, stored)
-
-    def _offline(self) -> bool:
-        import os
-
-        return (self.mode or os.environ.get("WANDB_MODE")) == "offline"
 
 
 class _Run(Tracking):

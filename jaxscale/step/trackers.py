@@ -103,3 +103,22 @@ class Tracker:
           run: the run.
         """
         raise NotImplementedError
+
+
+def check_text(tracker: Tracker, *optional: str) -> None:
+    """Check that the settings of a tracker that are annotated as text are text, and not empty.
+
+    Args:
+      tracker: the tracker, a dataclass.
+      *optional: names of settings that may be `None`.
+
+    Raises:
+      ConfigError: one is something else.
+    """
+    for field in dataclasses.fields(tracker):  # type: ignore[arg-type]
+        value = getattr(tracker, field.name)
+        if "tuple" in str(field.type) or value is None and field.name in optional:
+            continue
+        if not isinstance(value, str) or not value:
+            more = " or None" if field.name in optional else ""
+            raise ConfigError(f"{type(tracker).__name__}.{field.name} = {value!r}: must be text{more}")

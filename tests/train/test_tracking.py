@@ -213,6 +213,32 @@ def test_a_mode_that_does_not_exist_is_an_error():
         js.train.Wandb(mode="off")
 
 
+@pytest.mark.parametrize(
+    "tracker, settings, message",
+    [
+        ("Wandb", {"tags": "abc"}, "Wandb.tags = 'abc': must be a tuple of texts"),
+        ("Wandb", {"project": 3}, "Wandb.project = 3: must be text"),
+        ("MLflow", {"experiment": ""}, "MLflow.experiment = '': must be text"),
+        ("Trackio", {"space": 3}, "Trackio.space = 3: must be text or None"),
+    ],
+)
+def test_settings_of_a_wrong_type_are_errors(tracker, settings, message):
+    with raises_saying(ConfigError, message):
+        getattr(js.train, tracker)(**settings)
+
+
+@pytest.mark.parametrize("uri", ["postgresql://me:hidden@host/db", "http://host/?user=me&password=hidden"])
+def test_a_password_in_a_uri_is_refused_and_not_repeated(uri):
+    with pytest.raises(ConfigError, match="MLflow.uri contains a password.*MLFLOW_TRACKING_URI") as error:
+        js.train.MLflow(uri=uri)
+    assert "hidden" not in str(error.value)
+
+
+@pytest.mark.parametrize("uri", ["sqlite:///mlflow.db", "http://host:5000", "http://me@host:5000", "databricks://a:b"])
+def test_a_uri_without_a_password_is_used(uri):
+    assert js.train.MLflow(uri=uri).uri == uri
+
+
 def test_the_old_setting_is_answered_with_the_new_one():
     with raises_saying(ConfigError, "'tensorboard'", "did you mean 'trackers'"):
         js.fit(tensorboard=True)

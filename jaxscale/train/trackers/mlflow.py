@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxscale.config import register
-from jaxscale.step.trackers import TrackedRun, Tracker, Tracking
+from jaxscale.errors import ConfigError
+from jaxscale.step.trackers import TrackedRun, Tracker, Tracking, check_text
 from jaxscale.working_copy import as_named
 
 _BATCH = 100  # parameters of one request at most: https://mlflow.org/docs/latest/rest-api.html
 _LENGTH = 500  # characters of a parameter's value that every store takes
+_PASSWORD = re.compile(r"://[^:/]*:[^@]+@|[?&]password=")
+
+_TRAINING = {"mlflow.experimentKind": "custom_model_development"}  # else MLflow 3 opens its pages for agents
 
 _TRAINING = {"mlflow.experimentKind": "custom_model_development"}  # the kind that MLflow 3 has for training
 
@@ -28,12 +33,23 @@ class MLflow(Tracker):
       experiment: name of the experiment, made if it does not exist.
       uri: the tracking server or store, such as "sqlite:///mlflow.db" or "http://host:5000"; `None` as
         MLFLOW_TRACKING_URI says, else MLflow's default. Credentials are taken from MLflow's environment variables.
+
+    Raises:
+      ConfigError: a setting is not text, or the URI contains a password, which `config.gin` would keep.
     """
 
     experiment: str = "jaxscale"
     uri: str | None = None
     package: ClassVar[str] = "mlflow"
     extra: ClassVar[str] = "mlflow"
+
+    def __post_init__(self) -> None:
+        check_text(self, "uri")
+        if self.uri is not None and _PASSWORD.search(self.uri):
+            raise ConfigError(
+                "MLflow.uri contains a password, which config.gin would keep; leave MLflow.uri out and set the "
+                "environment variable MLFLOW_TRACKING_URI"
+            )
 
     def start(self, run: TrackedRun) -> Tracking:
         """Create a run, or continue the one whose id is stored; a sweep's trials have the tag `sweep`."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxscale.config import register
-from jaxscale.step.trackers import TrackedRun, Tracker, Tracking
+from jaxscale.step.trackers import TrackedRun, Tracker, Tracking, check_text
 
 
 @register
@@ -21,12 +21,18 @@ class Trackio(Tracker):
     Args:
       project: the project's name.
       space: a Space such as "user/space" to log to, with the token of `hf auth login`; `None` stays on this machine.
+
+    Raises:
+      ConfigError: a setting is not text.
     """
 
     project: str = "jaxscale"
     space: str | None = None
     package: ClassVar[str] = "trackio"
     extra: ClassVar[str] = "trackio"
+
+    def __post_init__(self) -> None:
+        check_text(self, "space")
 
     def start(self, run: TrackedRun) -> Tracking:
         """Start a run, or continue the one of the stored name; the run's id makes the name unique in the project."""

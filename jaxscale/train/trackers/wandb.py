@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, near
-from jaxscale.step.trackers import TrackedRun, Tracker, Tracking
+from jaxscale.step.trackers import TrackedRun, Tracker, Tracking, check_text
 
 _MODES = ("online", "offline", "disabled")
 
@@ -29,7 +29,7 @@ class Wandb(Tracker):
       tags: labels of the run.
 
     Raises:
-      ConfigError: there is no such mode.
+      ConfigError: there is no such mode, or another setting is not text.
     """
 
     project: str = "jaxscale"
@@ -40,6 +40,9 @@ class Wandb(Tracker):
     extra: ClassVar[str] = "wandb"
 
     def __post_init__(self) -> None:
+        check_text(self, "entity", "mode")
+        if not isinstance(self.tags, tuple | list) or not all(isinstance(tag, str) and tag for tag in self.tags):
+            raise ConfigError(f"Wandb.tags = {self.tags!r}: must be a tuple of texts, such as ('baseline',)")
         if self.mode is not None and self.mode not in _MODES:
             raise ConfigError(f"Wandb.mode = {self.mode!r} does not exist{near(str(self.mode), _MODES)}")
 

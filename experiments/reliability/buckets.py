@@ -48,6 +48,8 @@ from tests.truth.servers import at_random, failing, object_stores
 
 RESULTS = Path(__file__).parent / "results" / "buckets.json"
 URL, EVERY, REFERENCE = "s3://runs/killed", 20, 4000
+SEEN = ("damaged", "not what was written", "not sealed", "not finished")
+"""What `checkpoint verify` says of an object that is not what was written, or is missing."""
 _MANIFEST = re.compile(r"checkpoints/(\d+)/manifest\.json")
 
 
@@ -184,7 +186,7 @@ def damages(folder: Path, count: int, dice: random.Random) -> list[dict[str, Any
             continue
         bucket.delete(key) if bad is None else bucket.write(key, bad or b"\0")
         faults, code, text = [], *_command("checkpoint", "verify", url)
-        seen = code != 0 or any(words in text for words in ("damaged", "not what was written", "not sealed"))
+        seen = code != 0 or any(words in text for words in SEEN)
         try:
             _forget()
             step = 6
@@ -197,7 +199,7 @@ def damages(folder: Path, count: int, dice: random.Random) -> list[dict[str, Any
             silent, answer = False, f"error: {str(e)[:80]}"
         if silent:
             faults.append("other parameters were loaded without an error")
-        if not seen and not (key == "metrics.jsonl" and kind in ("truncate", "delete")):
+        if not seen and not answer.startswith("error") and not (key == "metrics.jsonl" and kind in ("truncate", "delete")):
             faults.append(f"checkpoint verify saw nothing: {text[-200:]}")
         bucket.write(key, good)
         rows.append({"object": key.rsplit("/", 1)[-1], "kind": kind, "verify": code, "read": answer, "faults": faults})

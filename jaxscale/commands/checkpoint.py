@@ -71,10 +71,14 @@ def _list(checkpoints: Checkpoints, steps: list[int], args: argparse.Namespace) 
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    _print_unfinished(checkpoints)
+    return 0
+
+
+def _print_unfinished(checkpoints: Checkpoints) -> None:
     others = checkpoints.place.unfinished()
     if others:
         print(f"not finished, or set aside: {', '.join(others)}")
-    return 0
 
 
 def _show(checkpoints: Checkpoints, steps: list[int], args: argparse.Namespace) -> int:
@@ -100,7 +104,7 @@ def _verify(args: argparse.Namespace) -> int:
     places = [path / "checkpoints" for path in candidates] if url_of(folder) is None else []
     runs = [place.parent for place in places if place.is_dir()]
     if url_of(folder) is not None:
-        runs = [path for path in candidates if (path / INFO).is_file()]
+        runs = [path for path in candidates if (path / INFO).is_file() or (path / CONFIG).is_file()]
     own = {path: Checkpoints(inside(path, "checkpoints"), run=_id(path)) for path in runs}
     if args.step is not None and runs:
         own[runs[0]].manifest(args.step)  # raises, with the existing steps
@@ -127,6 +131,9 @@ def _verify(args: argparse.Namespace) -> int:
     for place in replaced:
         print(f"{place} is not a folder, so that it has no checkpoints; restore it from a copy")
     bad = sum(_verify_checkpoints(each, steps[path]) for path, each in own.items())
+    if url_of(folder) is not None:  # a checkpoint that lost its manifest is among them
+        for each in own.values():
+            _print_unfinished(each)
     return 1 if bad or altered or lost or replaced else 0
 
 

@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jaxscale.errors import LOST, JaxscaleError
+
 SCHEMES = ("s3", "gs")
 THREADS = 16
 """Requests at a time of one call that reads or writes many objects."""
@@ -248,6 +250,24 @@ _WHERE = {
     "s3:": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
     "gs:": "GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login",
 }
+
+E = TypeVar("E", bound=JaxscaleError)
+
+
+def failure(kind: type[E], e: BucketError, message: str | None = None, *, running: bool = False) -> E:
+    """Make the error of a command or run that cannot go on; its exit code says whether another start may succeed.
+
+    Args:
+      kind: the class of the error.
+      e: the failed request.
+      message: the message; by default that of `e`.
+      running: whether the bucket could be used before, so that refused credentials have expired and may be renewed.
+    """
+    error = kind(message or e.strerror)
+    if e.errno == errno.EIO or running and e.errno == errno.EACCES:
+        error.code = LOST
+    return error
+
 
 _environment = threading.Lock()
 

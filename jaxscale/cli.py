@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments; by default those of the process.
 
     Returns:
-        The exit code: 0, 2 for an error of the user, 130 after Ctrl-C, or the command's own.
+        The exit code: 0, 2 for an error of the user, 70 for one that may pass, 130 after Ctrl-C, or the command's own.
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     if argv is None:
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except (JaxscaleError, KernelError) as e:
         print(f"jaxscale: {e}", file=sys.stderr)
-        return MISTAKE
+        return e.code if isinstance(e, JaxscaleError) else MISTAKE
     except BrokenPipeError:
         return 1
     except KeyboardInterrupt:

@@ -9,17 +9,21 @@ from typing import Any
 from jaxscale.other_names import same
 
 MISTAKE = 2
-"""Exit code of a command that raised a `JaxscaleError`; running it again would raise it again."""
+"""Exit code of a command that raised a `JaxscaleError`; running it again would most likely raise it again."""
 
 INTERRUPTED = 130
 """Exit code of a command that a signal interrupted."""
 
 LOST = 70
-"""Exit code of a process that stopped because another process was lost, or because no process made progress."""
+"""Exit code of a process that stopped because another process or the run's bucket was lost, or because no process made
+progress; running it again may succeed."""
 
 
 class JaxscaleError(Exception):
-    """Base of all errors that a user can cause; the command line prints the message and exits with 2."""
+    """Base of all errors that a user can cause; the command line prints the message and exits with `code`."""
+
+    code: int = MISTAKE
+    """The exit code; `LOST` for an error that may not occur again."""
 
 
 class LayoutError(JaxscaleError, ValueError):

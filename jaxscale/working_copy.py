@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxscale.buckets import Bucket, BucketError, is_url, normalized
+from jaxscale.buckets import Bucket, BucketError, failure, is_url, normalized
 from jaxscale.errors import RunError
 
 log = logging.getLogger("jaxscale")
@@ -108,7 +108,7 @@ def local(path: str | Path, *, update: bool = True) -> Path:
         try:
             _fetch(Bucket(url), copy)
         except BucketError as e:
-            raise RunError(f"{e.strerror}") from None
+            raise failure(RunError, e) from None
         except OSError as e:
             raise RunError(f"cannot write the working copy {copy} of {url}: {e.strerror}; set JAXSCALE_CACHE") from None
         _fetched[url] = time.monotonic()
@@ -207,7 +207,7 @@ class Mirror:
         try:
             self.become_writer()
         except BucketError as e:
-            raise RunError(f"{e.strerror}") from None
+            raise failure(RunError, e) from None
         self._thread.start()
 
     def become_writer(self) -> None:
@@ -221,7 +221,7 @@ class Mirror:
           RunError: an upload failed, or another process has begun to write to the same folder.
         """
         if self._failure is not None:
-            raise RunError(f"{self._failure.strerror}")
+            raise failure(RunError, self._failure, running=True)
 
     def flush(self) -> None:
         """Upload everything that has changed, now.
@@ -244,7 +244,8 @@ class Mirror:
         try:
             self.flush()
         except BucketError as e:
-            raise RunError(f"{e.strerror}; {self.folder} has the files, which a resumed run uploads") from None
+            message = f"{e.strerror}; {self.folder} has the files, which a resumed run uploads"
+            raise failure(RunError, e, message, running=True) from None
 
     def _run(self) -> None:
         pause = 1.0  # a new run is seen soon
@@ -320,7 +321,7 @@ def upload(folder: Path) -> None:
         mirror.become_writer()
         mirror.flush()
     except BucketError as e:
-        raise RunError(f"{e.strerror}; {folder} has the files") from None
+        raise failure(RunError, e, f"{e.strerror}; {folder} has the files", running=True) from None
 
 
 class NoMirror:

@@ -79,7 +79,8 @@ class Kubernetes:
         head = f"# {job.hardware.name}: {job.hosts.count} pods. Start it with: kubectl apply -f FILE\n"
         if job.secrets:
             values = " ".join(f'--from-literal={name}="${name}"' for name in job.secrets)
-            head += f"# First store the secrets: kubectl create secret generic {SECRETS} {values}\n"
+            space = f" --namespace {job.options['namespace']}" if "namespace" in job.options else ""
+            head += f"# First store the secrets: kubectl create secret generic {SECRETS}{space} {values}\n"
         return head + dump(*parts)
 
     def _object(self, job: Job, version: str, kind: str) -> Tree:

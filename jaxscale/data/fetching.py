@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,11 +35,14 @@ def opened(folder: str | Path) -> tuple[Path, Bucket | None]:
     bucket, copy = Bucket(folder), copy_of(folder)
     try:
         meta = bucket.read(META)
-        if not (copy / META).exists() or (copy / META).read_bytes() != meta:
-            shutil.rmtree(copy, ignore_errors=True)
-            copy.mkdir(parents=True)
-            (copy / DIGESTS).write_bytes(bucket.read(DIGESTS))
-            (copy / META).write_bytes(meta)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with copy.with_name(f".{copy.name}.lock").open("w") as lock:  # all processes of a machine share the copy
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (copy / META).exists() or (copy / META).read_bytes() != meta:
+                shutil.rmtree(copy, ignore_errors=True)
+                copy.mkdir()
+                (copy / DIGESTS).write_bytes(bucket.read(DIGESTS))
+                (copy / META).write_bytes(meta)
     except FileNotFoundError:
         raise DataError(f"{bucket} is not a complete token file (it has no meta.json); copy the whole folder") from None
     except BucketError as e:
@@ -58,8 +62,8 @@ def with_holes(path: Path, dtype: np.dtype, count: int) -> Integer[np.ndarray, "
       dtype: dtype of its values.
       count: number of values.
     """
-    if not path.exists() or path.stat().st_size != count * dtype.itemsize:
-        with path.open("wb") as file:
+    with path.open("ab") as file:  # another process may have filled some holes already
+        if file.tell() != count * dtype.itemsize:
             file.truncate(count * dtype.itemsize)
     return np.memmap(path, dtype, "r+").view(np.ndarray)
 

@@ -10,7 +10,7 @@ from typing import IO
 import jax
 
 from jaxscale import config as gin_config
-from jaxscale.errors import AlteredFile, JaxscaleError, RunError
+from jaxscale.errors import MISTAKE, AlteredFile, JaxscaleError, RunError
 from jaxscale.step.config import TrainConfig
 from jaxscale.train import agree
 from jaxscale.train.checkpoints import Checkpoints
@@ -43,10 +43,12 @@ def choose_folder(
             lock_file = lock(folder)
             choice = [str(folder), "resume" if resuming else "new"]
         except (JaxscaleError, OSError) as e:
-            choice = [str(e), "error"]  # raised below: other processes wait for an answer
+            choice = [str(e), f"error {getattr(e, 'code', MISTAKE)}"]  # raised below: others wait for an answer
     choice = agree.broadcast(choice)
-    if choice[1] == "error":
-        raise RunError(choice[0])
+    if choice[1].startswith("error"):
+        error = RunError(choice[0])
+        error.code = int(choice[1].split()[1])
+        raise error
     folder = Path(choice[0]) if path is None else path  # a working copy may be elsewhere on another machine
     return folder, choice[1] == "resume", lock_file
 

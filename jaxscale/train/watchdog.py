@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxscale.errors import LOST, MISTAKE, JaxscaleError
+from jaxscale.errors import LOST, JaxscaleError
 from jaxscale.step.watchdog import BEAT, Watchdog
 from jaxscale.train.listener import Coordinator, Listener, connect, lines, listen_address, machine, new_token
 
@@ -219,7 +219,7 @@ class _Member(Watch):
     def failed(self, e: BaseException) -> None:
         """Report an error, which may be the cause or the effect of another process's. Does not return."""
         self.raised = e
-        self.code = MISTAKE if isinstance(e, JaxscaleError) else LOST
+        self.code = e.code if isinstance(e, JaxscaleError) else LOST
         self.error = f"{type(e).__name__}: {(str(e).strip() or 'no message').splitlines()[0][:300]}"
         self._send_beat()
         time.sleep(self.settings.silent + self.settings.stuck)  # process 0's verdict ends this process
@@ -325,10 +325,13 @@ class _Member(Watch):
                 return
             self.over.set()
             _exit_in(GRACE, code)  # even if the disk does not answer
-            steps = self.steps()
+            steps: list[int] = []
+            with contextlib.suppress(JaxscaleError):  # a bucket does not answer
+                steps = self.steps()
             last = f"the last finished checkpoint is of step {steps[-1]}" if steps else "there is no checkpoint yet"
             report = f"jaxscale: {verdict}; process {self.me} was {self._where()} and exits; {last}: {self.run}"
-            if self.raised is not None and code != MISTAKE and verdict.startswith(f"process {self.me} "):
+            own = self.raised is not None and not isinstance(self.raised, JaxscaleError)
+            if own and verdict.startswith(f"process {self.me} "):
                 import traceback
 
                 traceback.print_exception(self.raised)

@@ -17,7 +17,7 @@ import jaxscale as js
 from jaxscale import buckets, working_copy
 from jaxscale.buckets import Bucket, BucketError
 from jaxscale.cli import main
-from jaxscale.errors import CheckpointError, ConfigError, DataError, RunError
+from jaxscale.errors import LOST, MISTAKE, CheckpointError, ConfigError, DataError, RunError
 from jaxscale.train.checkpoints.bucket_places import BucketFiles, BucketPlace
 from tests.truth.servers import failing, object_stores
 
@@ -187,8 +187,9 @@ def test_credentials_that_expire_fail_the_next_step_and_a_resumed_run_uploads_th
 
     with failing(stores["AWS_ENDPOINT_URL"], expired) as proxy, monkeypatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", proxy)
-        with pytest.raises((RunError, CheckpointError), match="access is denied .ExpiredToken.; check or renew"):
+        with pytest.raises((RunError, CheckpointError), match="access is denied .ExpiredToken.; check or renew") as e:
             js.fit(run=url, **SETTINGS)
+        assert e.value.code == LOST  # so that a launcher starts it again
     working_copy._fetched.clear()
     resumed = js.fit(run=url, resume=True, quiet=True)
     assert [row["step"] for row in resumed.metrics()] == [1, 2, 3, 4, 5, 6]
@@ -232,13 +233,16 @@ def test_what_cannot_be_reached_is_one_sentence_before_training(stores, tmp_path
         js.fit(run="s3://elsewhere/run", **SETTINGS)
     with failing(stores["AWS_ENDPOINT_URL"], lambda method, path: 403) as proxy, monkeypatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", proxy)
-        with pytest.raises(RunError, match="access is denied .*AWS_ACCESS_KEY_ID"):
+        with pytest.raises(RunError, match="access is denied .*AWS_ACCESS_KEY_ID") as e:
             js.fit(run="s3://runs/denied", **SETTINGS)
+        assert e.value.code == MISTAKE
     with monkeypatch.context() as patch:
         patch.setattr(buckets, "RETRIES", {"max_retries": 1, "initial_delay": "5ms", "max_delay": "5ms"})
         patch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-        with pytest.raises(RunError, match="the server does not answer"):
+        with pytest.raises(RunError, match="the server does not answer") as e:
             js.fit(run="s3://runs/gone", **SETTINGS)
+        assert e.value.code == LOST
+        assert main(["checkpoint", "list", "s3://runs/gone"]) == LOST
     with pytest.raises(RunError, match="s3://runs/none is not a run folder: it does not exist"):
         js.load("s3://runs/none").info  # noqa: B018
     secrets = [v for k, v in os.environ.items() if k.startswith("AWS_SECRET")]

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale import reading
-from jaxscale.buckets import BucketError
+from jaxscale.buckets import BucketError, failure
 from jaxscale.errors import CheckpointError, DamagedCheckpoint
 from jaxscale.layout.tensors import path_name
 from jaxscale.optim import is_quantized
@@ -58,7 +58,7 @@ def read_manifest(checkpoint: Files | Path) -> Manifest:
         if not reading.is_whole(schema, 1):
             raise ValueError(f"schema is {reading.clipped(repr(schema))}")
     except BucketError as e:  # nothing is known about the checkpoint
-        raise CheckpointError(f"{e.strerror}") from None
+        raise failure(CheckpointError, e) from None
     except (OSError, ValueError, RecursionError) as e:
         raise DamagedCheckpoint(f"{what} has no readable manifest: {files.step}/{file}: {e}") from None
     if schema > SCHEMA:

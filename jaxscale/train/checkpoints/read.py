@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxscale import reading
-from jaxscale.buckets import BucketError
+from jaxscale.buckets import BucketError, failure
 from jaxscale.errors import CheckpointError, DamagedCheckpoint
 from jaxscale.train.checkpoints.chunks import (
     Region,
@@ -124,7 +124,7 @@ class ChunkedArrays:
 
     def _unreadable(self, name: str, key: str, e: OSError) -> CheckpointError:
         if isinstance(e, BucketError):  # nothing is known about the file
-            return CheckpointError(f"{e.strerror}")
+            return failure(CheckpointError, e)
         why = "is missing" if isinstance(e, FileNotFoundError) else f"cannot be read: {e.strerror}"
         return DamagedCheckpoint(self._sentence(name, key, why))
 

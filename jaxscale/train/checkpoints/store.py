@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxscale.buckets import BucketError
+from jaxscale.buckets import BucketError, failure
 from jaxscale.errors import CheckpointError, DamagedCheckpoint
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.layout.tensors import path_name
@@ -83,7 +83,7 @@ class Checkpoints:
         try:
             return self.place.steps()
         except BucketError as e:
-            raise CheckpointError(f"{e.strerror}") from None
+            raise failure(CheckpointError, e) from None
 
     def save(self, state: TrainState, infos: dict[str, Tree], about: dict[str, Any]) -> None:
         """Start writing `state`; returns once its arrays may be overwritten.

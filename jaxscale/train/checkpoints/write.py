@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.buckets import BucketError, failure
 from jaxscale.errors import CheckpointError
 from jaxscale.train.checkpoints import digest
 from jaxscale.train.checkpoints.chunks import HostArray, as_bytes, zarr_json
@@ -85,6 +86,8 @@ class Save:
                     self._finish()
                 else:
                     self._await_finish()
+            except BucketError as e:
+                raise failure(CheckpointError, e, self._sentence(e.strerror or ""), running=True) from e
             except OSError as e:
                 raise CheckpointError(self._sentence(e.strerror or str(e))) from e
         except CheckpointError as e:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxscale.errors import LOST, JaxscaleError
+from jaxscale.errors import LOST, ConfigError, JaxscaleError
 
 SCHEMES = ("s3", "gs")
 THREADS = 16
@@ -39,7 +39,6 @@ _DENIED = re.compile(
 )
 _MISSING_BUCKET = re.compile(r"NoSuchBucket|NOT_FOUND|http_response_code='404'")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
-_CONFLICT = re.compile(r"generation|PreconditionFailed|ConditionalRequestConflict", re.IGNORECASE)
 
 T = TypeVar("T")
 
@@ -54,11 +53,17 @@ def normalized(path: str | Path) -> str:
 
     Args:
       path: a URL, or one that `pathlib` has changed to `s3:/bucket/...`.
+
+    Raises:
+      ConfigError: it has a part `..`, which would lead out of the bucket's working copies.
     """
     match = _URL.match(str(path))
     assert match is not None, path
     scheme, bucket, key = match.groups()
-    return f"{scheme}://{bucket}/{key}".rstrip("/")
+    parts = [bucket, *(part for part in key.split("/") if part not in ("", "."))]
+    if ".." in parts or any("\0" in part for part in parts):
+        raise ConfigError(f"{scheme}://{bucket}/{key} has a part '..' or a NUL; write the folder's own URL")
+    return f"{scheme}://{'/'.join(parts)}"
 
 
 def on_disk(path: str | Path, what: str) -> Path:

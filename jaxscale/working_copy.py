@@ -14,10 +14,9 @@ import fcntl
 import json
 import logging
 import os
-import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,9 @@ WRITER = ".writer"
 PERIOD = 10.0
 """Seconds between uploads of changed files; longer if one takes more than a hundredth of that."""
 
+DELETED = ("import.jsonl", "report.html", "curves.png", "parallel.png")
+"""Files that are deleted in the bucket when they are deleted here; others stay there, whoever removes them here."""
+
 SMALL = 8 * 2**20
 """Bytes up to which a file is read before others are uploaded, so that it agrees with `digests.json`."""
 
@@ -46,7 +48,7 @@ _fetched: dict[str, float] = {}
 
 def cache_root() -> Path:
     """Return the folder of working copies, `buckets/` in $JAXSCALE_CACHE or ~/.cache/jaxscale."""
-    return Path(os.environ.get("JAXSCALE_CACHE") or "~/.cache/jaxscale").expanduser().absolute() / "buckets"
+    return Path(os.environ.get("JAXSCALE_CACHE") or "~/.cache/jaxscale").expanduser().resolve() / "buckets"
 
 
 def copy_of(url: str | Path) -> Path:
@@ -64,7 +66,7 @@ def url_of(path: str | Path) -> str | None:
     Args:
       path: a path of this machine.
     """
-    path = Path(path).absolute()
+    path = Path(path).resolve()
     if cache_root() not in path.parents:
         return None
     scheme, *rest = path.relative_to(cache_root()).parts
@@ -120,14 +122,19 @@ def _fetch(bucket: Bucket, copy: Path) -> None:
     if _in_use(copy):
         return
     keys = [key for key in bucket.list() if _is_small(key)]
-    if not keys:  # a new run, or one that was deleted
-        shutil.rmtree(copy, ignore_errors=True)
-        return
-    copy.mkdir(parents=True, exist_ok=True)
+    folders = {"/".join(key.split("/")[:n]) for key in keys for n in range(1, key.count("/") + 1)}
+    for key in folders.intersection(keys):
+        log.warning("%s/%s is left out, since it is also a folder", bucket, key)
+    keys = [key for key in keys if key not in folders]
     record = _read_record(copy)
-    for key in set(record) - set(keys):
+    for key in set(record) - set(keys):  # deleted in the bucket; what was never uploaded stays
         (copy / key).unlink(missing_ok=True)
         del record[key]
+    if not keys:
+        if copy.is_dir():
+            _write_record(copy, record)
+        return
+    copy.mkdir(parents=True, exist_ok=True)
 
     def fetch(key: str) -> list[Any] | None:
         file, entry = copy / key, record.get(key)
@@ -146,20 +153,23 @@ def _fetch(bucket: Bucket, copy: Path) -> None:
 
 
 def _in_use(copy: Path) -> bool:
-    """Whether a process of this machine trains in a working copy."""
-    try:
-        with (copy / ".lock").open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
+    """Whether a process of this machine writes to a working copy, as a run, a sweep, or a run in it."""
+    for lock in (copy / ".lock", *copy.glob(".sweep.lock"), *copy.glob("*/.lock")):
+        try:
+            with lock.open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            continue
     return False
 
 
 def _is_small(key: str) -> bool:
     """Whether a file belongs to a working copy."""
     *folders, name = key.split("/")
+    if "\0" in key or any(part in ("", ".", "..") for part in (*folders, name)):  # would lie elsewhere on a disk
+        return False
     return "checkpoints" not in folders and not name.startswith(".") and not name.endswith(".partial")
 
 
@@ -173,7 +183,7 @@ def _read_record(copy: Path) -> dict[str, list[Any]]:
         record = json.loads((copy / RECORD).read_text())
     except (OSError, ValueError):
         return {}
-    return record if isinstance(record, dict) else {}
+    return {key: entry for key, entry in record.items() if _is_small(key)} if isinstance(record, dict) else {}
 
 
 def _write_record(copy: Path, record: dict[str, list[Any]]) -> None:
@@ -243,7 +253,8 @@ class Mirror:
         self.check()
         try:
             self.flush()
-        except BucketError as e:
+        except OSError as e:
+            e = e if isinstance(e, BucketError) else BucketError(e.errno, f"cannot upload: {e.strerror or e}")
             message = f"{e.strerror}; {self.folder} has the files, which a resumed run uploads"
             raise failure(RunError, e, message, running=True) from None
 
@@ -255,6 +266,9 @@ class Mirror:
                 self.flush()
             except BucketError as e:
                 self._failure = e
+                return
+            except OSError as e:
+                self._failure = BucketError(e.errno, f"cannot upload {self.folder}: {e.strerror or e}")
                 return
             pause = max(PERIOD, 100 * (time.monotonic() - began))
 
@@ -280,16 +294,15 @@ class Mirror:
         for key in [key for key in stats if key != "digests.json"]:
             with contextlib.suppress(FileNotFoundError):
                 self._send(key, small.pop(key, None), stats)
-        for key in [key for key in self._record if not (self.folder / key).exists()]:
+        for key in [key for key in self._record if key in DELETED and not (self.folder / key).exists()]:
             self.bucket.delete(key)
             del self._record[key]
-        if stats:
-            with contextlib.suppress(OSError):  # a full disk is reported by what writes there
-                _write_record(self.folder, self._record)
 
     def _send(self, key: str, data: bytes | None, stats: dict[str, list[int]]) -> None:
         data = (self.folder / key).read_bytes() if data is None else data
         self._record[key] = [*stats[key], self.bucket.write(key, data)]
+        with contextlib.suppress(OSError):  # a full disk is reported by what writes there
+            _write_record(self.folder, self._record)
 
     def _changed(self) -> Iterator[tuple[str, list[int]]]:
         for root, folders, names in os.walk(self.folder):
@@ -304,8 +317,30 @@ class Mirror:
                             yield key, stat
 
 
+def upload_files(folder: Path, names: Iterable[str]) -> None:
+    """Upload single files of a working copy, which a run may be writing to; does nothing for another folder.
+
+    Args:
+      folder: the folder.
+      names: the files; those that do not exist are deleted in the bucket.
+
+    Raises:
+      RunError: the upload failed.
+    """
+    url = url_of(folder)
+    if url is None:
+        return
+    bucket = Bucket(url)
+    try:
+        for name in names:
+            file = folder / name
+            bucket.write(name, file.read_bytes()) if file.exists() else bucket.delete(name)
+    except BucketError as e:
+        raise failure(RunError, e, f"{e.strerror}; {folder} has the files", running=True) from None
+
+
 def upload(folder: Path) -> None:
-    """Upload what has changed in a working copy; does nothing for another folder.
+    """Upload what has changed in a working copy, as its only writer; does nothing for another folder.
 
     Args:
       folder: the folder.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 
 from jaxscale import import_path
 from jaxscale.cli import OWN_MODULES, main
-from jaxscale.commands import launch
 from jaxscale.sweep import programs
 from jaxscale.sweep.runners.pool import Worker
 from jaxscale.sweep.runners.slurm import _path_line
@@ -123,6 +121,6 @@ def test_processes_that_are_started_are_not_given_the_current_folder_first(monke
 
     monkeypatch.setattr(subprocess, "Popen", Popen)
     Worker().process.wait()
-    assert launch.run(argparse.Namespace(words=["train"], nproc=1, restarts=0, fewer=False), []) == 0
+    assert main(["launch", "--nproc", "1", "--restarts", "0", "--", "train"]) == 0
     assert [command[1:3] for command, _ in started] == [["-P", "-m"]] * 2
     assert all(path.split(os.pathsep)[0] == import_path.ROOT for _, path in started)

@@ -185,9 +185,10 @@ def test_every_name_of_ours_is_one():
     registered = config.registered()
     fields |= {n for o in registered.values() for n in getattr(o, "__dataclass_fields__", ())}
     from jaxscale.cli import COMMANDS
+    from jaxscale.clusters import SYSTEMS
 
     commands = {c.__name__.rpartition(".")[2].rstrip("_") for c in COMMANDS} | {"run", "devices", "quiet"}
-    known = {*fields, *registered, *MESH_AXES, *PRESETS, *SCHEDULES, *chips(), *commands}
+    known = {*fields, *registered, *MESH_AXES, *PRESETS, *SCHEDULES, *chips(), *SYSTEMS, *commands}
     for name in {name for names in OURS.values() for name in names}:
         owner, dot, field = name.partition(".")
         exists = field in registered[owner].__dataclass_fields__ if dot else name in known

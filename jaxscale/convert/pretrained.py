@@ -32,7 +32,7 @@ from jaxscale.train.checkpoints.write import Save
 from jaxscale.train.files import INFO, write_json
 from jaxscale.train.folders import lock
 from jaxscale.train.run import HF, about, checkpoints_in, take_companions, write_config
-from jaxscale.working_copy import mirrored
+from jaxscale.working_copy import local, mirrored
 
 __all__ = ["export_checkpoint", "import_checkpoint", "read_pretrained", "write_run"]
 
@@ -86,9 +86,8 @@ def import_checkpoint(
     facts = {"source": str(opened.folder.absolute()), "family": opened.family.model_type}
     facts |= {} if added is None else {"adapters": str(added.absolute())}
     mark = json.dumps([opened.arrays.tensors.fingerprint(), opened.values])
-    return write_run(
-        out, _settings(opened, Path(out), layout), opened.arrays, hf=opened.folder, facts=facts, mark=mark, say=say
-    )
+    config = _settings(opened, local(out, update=False), layout)
+    return write_run(out, config, opened.arrays, hf=opened.folder, facts=facts, mark=mark, say=say)
 
 
 def write_run(

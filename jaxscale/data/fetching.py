@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Integer
 
-from jaxscale.buckets import Bucket, BucketError, is_url
+from jaxscale.buckets import Bucket, BucketError, failure, is_url
 from jaxscale.data.checked import CHUNK
 from jaxscale.errors import DataError
 from jaxscale.working_copy import copy_of
@@ -46,7 +46,7 @@ def opened(folder: str | Path) -> tuple[Path, Bucket | None]:
     except FileNotFoundError:
         raise DataError(f"{bucket} is not a complete token file (it has no meta.json); copy the whole folder") from None
     except BucketError as e:
-        raise DataError(f"{e.strerror}") from None
+        raise failure(DataError, e) from None
     except OSError as e:
         raise DataError(
             f"cannot write {copy}, the working copy of {bucket}: {e.strerror}; set JAXSCALE_CACHE"
@@ -55,39 +55,47 @@ def opened(folder: str | Path) -> tuple[Path, Bucket | None]:
 
 
 def with_holes(path: Path, dtype: np.dtype, count: int) -> Integer[np.ndarray, " t"]:
-    """Return a memory-mapped file that may be changed, made with holes if there is none of its size.
+    """Return a memory-mapped file, made with holes if there is none of its size.
 
     Args:
       path: the file.
       dtype: dtype of its values.
       count: number of values.
+
+    Raises:
+      DataError: the file cannot be made.
     """
-    with path.open("ab") as file:  # another process may have filled some holes already
-        if file.tell() != count * dtype.itemsize:
-            file.truncate(count * dtype.itemsize)
-    return np.memmap(path, dtype, "r+").view(np.ndarray)
+    try:
+        with path.open("ab") as file:  # another process may have filled some holes already
+            if file.tell() != count * dtype.itemsize:
+                file.truncate(count * dtype.itemsize)
+    except OSError as e:
+        raise DataError(f"cannot write {path}: {e.strerror}; set JAXSCALE_CACHE") from None
+    return np.memmap(path, dtype, "r").view(np.ndarray)
 
 
-def filler(bucket: Bucket, file: str, values: Integer[np.ndarray, " t"]) -> Callable[[Sequence[int]], None]:
-    """Return a function that fetches chunks of a file, several at a time, and writes them into `values`.
+def filler(bucket: Bucket, path: Path) -> Callable[[Sequence[int]], None]:
+    """Return a function that fetches chunks of a file, several at a time, and writes them into the local copy.
 
     Args:
       bucket: the token file.
-      file: name of the file in it.
-      values: the local copy, from `with_holes`.
+      path: the local copy, from `with_holes`, of the file of the same name.
     """
-    raw = values.view(np.uint8)
+    size = path.stat().st_size
 
     def fetch(chunk: int) -> None:
         start = chunk * CHUNK
-        stop = min(start + CHUNK, len(raw))
         try:
-            data = bucket.read(file, start, stop)
+            data = bucket.read(path.name, start, min(start + CHUNK, size))
+            with path.open("r+b") as file:  # not through the memory map, in which a full disk would kill the process
+                file.seek(start)
+                file.write(data)
         except FileNotFoundError:
-            raise DataError(f"{bucket}/{file} does not exist; copy the whole folder again") from None
+            raise DataError(f"{bucket}/{path.name} does not exist; copy the whole folder again") from None
         except BucketError as e:
-            raise DataError(f"{e.strerror}") from None
-        raw[start : start + len(data)] = np.frombuffer(data, np.uint8)
+            raise failure(DataError, e, running=True) from None
+        except OSError as e:
+            raise DataError(f"cannot write {path}: {e.strerror}; set JAXSCALE_CACHE") from None
 
     def fill(chunks: Sequence[int]) -> None:
         for _ in bucket.each(fetch, chunks):

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import optax
 
-from jaxscale.errors import ConfigError, near
+from jaxscale.buckets import is_url
+from jaxscale.errors import ConfigError, JaxscaleError, RunError, near
 from jaxscale.step.blueprint import settled
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.prepare import Prepared, prepare
@@ -81,7 +82,7 @@ def fit(
         prepared = prepare(config)
         if config.start is not None and (resume is not True or config.keeps_start):
             config.start.check(prepared.blueprint.of_model().infos)
-        path = None if run is None else local(run, update=jax.process_index() == 0)
+        path = None if run is None else _folder_of(run)
         _check_staging(config, path)
         folder, resuming, lock = choose_folder(config, path, resume, name, reporter.say)
     out = RunFolder(folder, config)
@@ -95,6 +96,24 @@ def fit(
         last = until or config.steps
         Loop(config, prepared, out, reporter, profile, last, signals, stop, services, goodput).train(resuming)
     return out
+
+
+def _folder_of(run: str | Path) -> Path:
+    """Return the run's folder, or its working copy, which process 0 brings up to date; all raise where that fails."""
+    if not is_url(run):
+        return Path(run)
+    fault: list[Any] = ["", 0]
+    if jax.process_index() == 0:
+        try:
+            local(run)
+        except JaxscaleError as e:
+            fault = [str(e), e.code]
+    message, code = agree.broadcast(fault)
+    if message:
+        error = RunError(message)
+        error.code = code
+        raise error
+    return local(run, update=False)
 
 
 def _check_staging(config: TrainConfig, folder: Path | None) -> None:

@@ -325,17 +325,18 @@ class _Member(Watch):
                 return
             self.over.set()
             _exit_in(GRACE, code)  # even if the disk does not answer
-            steps: list[int] = []
-            with contextlib.suppress(JaxscaleError):  # a bucket does not answer
+            report = f"jaxscale: {verdict}; process {self.me} was {self._where()} and exits"
+            print(f"\n{report}", file=sys.stderr, flush=True)  # first: a bucket may not answer
+            last = "its checkpoints cannot be listed"
+            with contextlib.suppress(JaxscaleError):
                 steps = self.steps()
-            last = f"the last finished checkpoint is of step {steps[-1]}" if steps else "there is no checkpoint yet"
-            report = f"jaxscale: {verdict}; process {self.me} was {self._where()} and exits; {last}: {self.run}"
+                last = f"the last finished checkpoint is of step {steps[-1]}" if steps else "there is no checkpoint yet"
             own = self.raised is not None and not isinstance(self.raised, JaxscaleError)
             if own and verdict.startswith(f"process {self.me} "):
                 import traceback
 
                 traceback.print_exception(self.raised)
-            print(f"\n{report}", file=sys.stderr, flush=True)
+            print(f"{last}: {self.run}", file=sys.stderr, flush=True)
             row = {"time": time.time(), "verdict": verdict, "process": self.me, "where": self._where()}
             with contextlib.suppress(OSError), (self.run / "failures.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")

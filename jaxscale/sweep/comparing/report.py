@@ -12,7 +12,7 @@ from jaxscale.sweep.comparing.folders import Patterns, Ran, read_runs
 from jaxscale.sweep.comparing.page import GENERATOR, page
 from jaxscale.sweep.comparing.pictures import draw_curves, draw_parallel
 from jaxscale.train.files import write_text
-from jaxscale.working_copy import local, upload
+from jaxscale.working_copy import local, upload_files
 
 PAGE = "report.html"
 PICTURES = {"curves.png": draw_curves, "parallel.png": draw_parallel}
@@ -66,7 +66,7 @@ def report(
         except RunError as e:
             tell(str(e))
     write_text(folder / PAGE, text)
-    upload(folder)
+    upload_files(folder, (PAGE, *PICTURES))
     return folder / PAGE
 
 

@@ -19,11 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from jaxscale.buckets import Bucket, BucketError
-from jaxscale.train.checkpoints.places import MANIFEST, WRITER, expired, second_writer
+from jaxscale.train.checkpoints.places import MANIFEST, OLD_MANIFEST, WRITER, expired, second_writer
 
 log = logging.getLogger("jaxscale")
 
-_MANIFEST = re.compile(rf"(0|[1-9][0-9]{{0,15}})/{re.escape(MANIFEST)}")
+_MANIFEST = re.compile(rf"(0|[1-9][0-9]{{0,15}})/({re.escape(MANIFEST)}|{re.escape(OLD_MANIFEST)})")
+_OURS = re.compile(r"(0|[1-9][0-9]{0,15})/[0-9a-f]{8}/.*")
+"""Objects of unfinished checkpoints; what others put here stays."""
 _FAILED = "failed"
 
 
@@ -94,10 +96,11 @@ class BucketPlace:
     def take(self, session: str) -> None:
         """See `Place`."""
         self.bucket.write(WRITER, session.encode())
-        keys = [key for key in self.bucket.list() if "/" in key]
+        keys = self.bucket.list()
         whole = {key.partition("/")[0] for key in keys if "/damaged-" in key}
-        done = {key.partition("/")[0] for key in keys if _MANIFEST.fullmatch(key)}
-        leftover = [key for key in keys if key.partition("/")[0] not in done | whole and key.split("/")[1] != session]
+        done = {match[1] for key in keys if (match := _MANIFEST.fullmatch(key))} | whole
+        ours = [key for key in keys if _OURS.fullmatch(key) and key.partition("/")[0] not in done]
+        leftover = [key for key in ours if key.split("/")[1] != session]
         for _ in self.bucket.each(self.bucket.delete, leftover):
             pass
 
@@ -137,12 +140,12 @@ class BucketPlace:
 
     def expire(self, keep: int, keep_every: int | None, session: str) -> None:
         """See `Place`; the manifest goes first."""
-        for step in expired(self, keep, keep_every):
-            try:
+        try:
+            for step in expired(self, keep, keep_every):
                 self.bucket.delete(f"{step}/{MANIFEST}")
                 self.bucket.delete_folder(str(step))
-            except BucketError as e:
-                log.warning("checkpoint %d in %s cannot be deleted: %s", step, self, e.strerror)
+        except BucketError as e:
+            log.warning("old checkpoints in %s cannot be deleted: %s", self, e.strerror)
 
     def set_aside(self, step: int) -> None:
         """See `Place`."""

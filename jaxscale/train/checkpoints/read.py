@@ -102,6 +102,8 @@ class ChunkedArrays:
         for name, leaf in self._leaves.items():
             try:
                 text = reading.decoded(self._files.read(f"{self._folder}/{name}/zarr.json").tobytes())
+            except BucketError as e:
+                raise failure(CheckpointError, e) from None
             except (OSError, ValueError) as e:
                 text = str(e)
             if text != zarr_json(leaf):

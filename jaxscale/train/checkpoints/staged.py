@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -131,4 +133,6 @@ class StagedCheckpoints(Checkpoints):
         Save(self.bucket.place, self._upload_session, manifest, arrays, 0, 1, *keep, begin).run()
 
     def _folder(self, run: str | None) -> Path:
-        return self._staging / (run or "new") / "checkpoints"
+        name = run if run is not None and re.fullmatch("[0-9a-f]+", run) else "new"  # it is read from a file
+        where = hashlib.sha256(str(self.bucket.place).encode()).hexdigest()[:8]  # a copied run has the same id
+        return self._staging / f"{name}-{where}" / "checkpoints"

@@ -308,7 +308,10 @@ class Checkpoints:
         """
         for step in self.steps():
             if step > after:
-                self.place.set_aside(step)
+                try:
+                    self.place.set_aside(step)
+                except BucketError as e:
+                    raise failure(CheckpointError, e, running=True) from None
 
     def _first_undamaged(
         self, step: int | None, read: Callable[[Manifest, Arrays], T], say: Callable[[str], None]

@@ -30,6 +30,7 @@ PATIENCE = 900.0
 """Seconds after which a request, its repetitions included, counts as failed."""
 
 _URL = re.compile(r"^(s3|gs):/{1,2}([^/]+)/?(.*)$")  # pathlib makes one slash of two
+_OTHER_URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/")
 _ABSENT = b"\x02"
 """TensorStore's generation of an object that does not exist."""
 
@@ -44,7 +45,14 @@ T = TypeVar("T")
 
 
 def is_url(path: str | Path) -> bool:
-    """Whether a path is the URL of a folder or object in a bucket."""
+    """Whether a path is the URL of a folder or object in a bucket.
+
+    Raises:
+      ConfigError: it is a URL of another kind, which would otherwise become a local folder of that name.
+    """
+    other = _OTHER_URL.match(str(path))
+    if other is not None and other[1] not in SCHEMES:
+        raise ConfigError(f"{path}: buckets are s3:// and gs://, not {other[1]}://; or name a folder of a disk")
     return _URL.match(str(path)) is not None
 
 

@@ -271,6 +271,9 @@ def test_urls_and_their_working_copies_name_each_other():
     for text in ("s3://b/a/c", Path("s3://b/a/c"), "s3://b/a/c/"):
         assert working_copy.url_of(working_copy.copy_of(text) / "d") == "s3://b/a/c/d"
     assert working_copy.url_of("runs/a") is None and not buckets.is_url("runs/s3:") and not buckets.is_url("s3:")
+    for other in ("gcs://b/run", "S3://b/run", Path("az://b/run")):
+        with pytest.raises(ConfigError, match="buckets are s3:// and gs://, not"):
+            working_copy.local(other)
     with pytest.raises(FileNotFoundError):
         Bucket("s3://runs/a").read("missing")
     with pytest.raises(BucketError, match="there is no bucket"):

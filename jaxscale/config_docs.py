@@ -19,9 +19,9 @@ from jaxscale.errors import ConfigError, near
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "Training": ("jaxscale.step.config", "jaxscale.train"),
     "Objectives and losses": (
-        "jaxscale.step.objective", "jaxscale.step.loss", "jaxscale.step.masked_token",
+        "jaxscale.step.objective", "jaxscale.step.loss", "jaxscale.step.objectives",
     ),
-    "Algorithms": ("jaxscale.step.backprop", "jaxscale.step.local_steps", "jaxscale.step.weight_ema"),
+    "Algorithms": ("jaxscale.step.backprop", "jaxscale.step.algorithms", "jaxscale.step.weight_ema"),
     "Fine-tuning": ("jaxscale.step.lora", "jaxscale.step.unfreeze"),
     "Guards, snapshots and the watchdog": (
         "jaxscale.step.guards", "jaxscale.step.snapshots", "jaxscale.step.watchdog",

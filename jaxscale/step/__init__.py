@@ -2,15 +2,15 @@
 
 from jaxscale.step.adaptation import Adaptation, Adapters
 from jaxscale.step.algorithm import Algorithm
+from jaxscale.step.algorithms import LocalSteps
 from jaxscale.step.backprop import Backprop, make_loss_and_grads, make_step
 from jaxscale.step.blueprint import blueprint_of, settled
 from jaxscale.step.callbacks import Callback
 from jaxscale.step.config import TrainConfig
-from jaxscale.step.local_steps import LocalSteps
 from jaxscale.step.lora import LoRA
 from jaxscale.step.loss import AutoLoss, CutLoss, Loss, MaterialisedLoss
-from jaxscale.step.masked_token import MaskedToken
 from jaxscale.step.objective import Input, NextToken, Objective, token_loss
+from jaxscale.step.objectives import MaskedToken
 from jaxscale.step.pipeline import is_pipelined, pipelined, replicas_of
 from jaxscale.step.prepare import check, check_quickly, prepare, step_of
 from jaxscale.step.rates import model_flops

@@ -38,7 +38,7 @@ from jaxscale.layout import Layout, TensorInfo, constrain
 from jaxscale.layout.tensors import Tree
 from jaxscale.nn import Context, Part, Run, RunCache, Stats
 from jaxscale.optim.mup import Widening
-from jaxscale.parallel import Weight
+from jaxscale.parallel import Logits, Weight, as_weight
 
 # ---- configs
 
@@ -356,6 +356,16 @@ class Decodable(Stackable, LanguageModel, Protocol):
           **inputs: as of `hidden`.
         """
         ...
+
+
+def logits_of(model: LanguageModel, hidden: Float[Array, "b s e"]) -> Logits:
+    """Return what gives a model's logits, for `jaxscale.parallel.token_logprobs` and the functions beside it.
+
+    Args:
+      model: the module; only its output head is used.
+      hidden: final hidden states, (B, S, E).
+    """
+    return Logits(hidden, as_weight(model.head_weight()).dense(), model.logit_softcap)
 
 
 def hidden_and_stats(

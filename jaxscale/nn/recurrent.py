@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxscale.nn.cache import LayerCache, RecurrentState
 from jaxscale.nn.context import Context
-from jaxscale.parallel import linear_scan
+from jaxscale.parallel.linear_scan import linear_scan
 
 
 def document_starts(context: Context, seq: int) -> Bool[Array, "#b s"]:

@@ -10,12 +10,21 @@ from jaxscale.parallel.experts import Capacity, Choices, Slots, Weights, expert_
 from jaxscale.parallel.linear_scan import linear_scan
 from jaxscale.parallel.reductions import sharded_logsumexp
 from jaxscale.parallel.sharded import cut_already, sharded_op
+from jaxscale.parallel.vocabulary import (
+    Logits,
+    logprobs_at,
+    token_entropy,
+    token_logprobs,
+    top_logprobs,
+    vocabulary_sum,
+)
 from jaxscale.parallel.weight import Dense, Weight, as_weight
 
 __all__ = [
     "Capacity",
     "Choices",
     "Dense",
+    "Logits",
     "Slots",
     "Weight",
     "Weights",
@@ -27,6 +36,7 @@ __all__ = [
     "each_copy",
     "gather_matmul",
     "linear_scan",
+    "logprobs_at",
     "logsumexp_over",
     "matmul_scatter",
     "mean_copy",
@@ -36,6 +46,10 @@ __all__ = [
     "sharded_lookup",
     "sharded_op",
     "sum_over",
+    "token_entropy",
+    "token_logprobs",
+    "top_logprobs",
+    "vocabulary_sum",
     "why_no_copies",
     "why_no_gathers",
     "why_no_overlap",

@@ -8,7 +8,7 @@ from jaxscale.layout.host import DEVICE, HOST, host_memory_or_say, why_no_host_m
 from jaxscale.layout.layout import Layout, constrain, current, fill, filled_shape, in_use, say_once, unfill
 from jaxscale.layout.mesh import make_mesh, parse_mesh, simulate_devices
 from jaxscale.layout.pipeline import Pipeline
-from jaxscale.layout.rules import PRESETS, Rules, preset
+from jaxscale.layout.rules import PRESETS, Rules, preset, shared_rows
 from jaxscale.layout.schedules import SCHEDULES
 from jaxscale.layout.table import Simulation, Table, simulate
 from jaxscale.layout.tensors import (
@@ -66,6 +66,7 @@ __all__ = [
     "rebox",
     "say_once",
     "shardings_of",
+    "shared_rows",
     "simulate",
     "simulate_devices",
     "unfill",

@@ -193,3 +193,18 @@ def preset(name: str, *, sequence_sharded: bool = False) -> Rules:
     if sequence_sharded:
         rules = dataclasses.replace(rules, activations={**rules.activations, "residual_seq": ("context", "tensor")})
     return rules
+
+
+@register
+def shared_rows(rules: str = "fsdp_tensor") -> Rules:
+    """Return a preset's rules without sharding rows over the mesh axis `replica`: all replicas get the same rows.
+
+    Args:
+      rules: the preset's name.
+
+    Raises:
+      LayoutError: no such preset.
+    """
+    base = preset(rules)
+    rows = {axis: [m for m in base.target("activations", axis) if m != "replica"] for axis in ("batch", "expert_batch")}
+    return dataclasses.replace(base, activations={**base.activations, **{a: tuple(m) for a, m in rows.items()}})

@@ -2,7 +2,7 @@
 
 from jaxscale.step.adaptation import Adaptation, Adapters
 from jaxscale.step.algorithm import Algorithm
-from jaxscale.step.algorithms import LocalSteps
+from jaxscale.step.algorithms import LocalSteps, MeZO
 from jaxscale.step.backprop import Backprop, make_loss_and_grads, make_step
 from jaxscale.step.blueprint import blueprint_of, settled
 from jaxscale.step.callbacks import Callback
@@ -39,6 +39,7 @@ __all__ = [
     "Loss",
     "MaskedToken",
     "MaterialisedLoss",
+    "MeZO",
     "NextToken",
     "Objective",
     "Snapshots",

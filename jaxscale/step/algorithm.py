@@ -33,6 +33,11 @@ class Algorithm:
     """
 
     @property
+    def unused(self) -> tuple[str, ...]:
+        """Fields of `TrainConfig` that the algorithm does not read; setting one is a warning."""
+        return ()
+
+    @property
     def in_formulas(self) -> bool:
         """Whether the planner's formulas, which are for `Backprop`, cover a step; else the planner compiles it."""
         return False

@@ -72,6 +72,8 @@ def _of_run(c: TrainConfig, blueprint: Blueprint) -> Findings:
             yield "train.keep_every", c.keep_every, "one checkpoint is written, at the end"
         elif first > c.steps:
             yield "train.keep_every", c.keep_every, f"no checkpoint's step up to {c.steps} is a multiple of it"
+    for name in not_default(c, *c.algorithm.unused):
+        yield f"train.{name}", getattr(c, name), f"{c.algorithm.describe()} makes its own updates"
     if len(jax.tree.leaves(without_biases(blueprint.infos))) == len(jax.tree.leaves(blueprint.infos)):
         for name in not_default(c, "balance_rate"):
             yield f"train.{name}", c.balance_rate, "the model has no router with load-balancing biases (SigmoidRouter)"

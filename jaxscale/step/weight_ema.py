@@ -51,6 +51,11 @@ class WeightEMA(Algorithm):
             raise ConfigError(f"WeightEMA.inner must be an algorithm such as Backprop(), not {self.inner!r}")
 
     @property
+    def unused(self) -> tuple[str, ...]:
+        """What the inner algorithm does not read."""
+        return self.inner.unused
+
+    @property
     def in_formulas(self) -> bool:
         """Whether the planner's formulas cover the inner algorithm."""
         return self.inner.in_formulas

@@ -175,3 +175,9 @@ def test_a_mistake_is_one_sentence(run, tmp_path, argv, words):
     code, out, err = run("data", *argv)
     assert code == 2 and not out
     assert re.fullmatch(r"jaxscale: [^\n]+\n", err) and re.search(words, err), err
+
+
+@pytest.mark.parametrize("word, action", [("shw", "show"), ("prepar", "prepare")])
+def test_a_misspelt_action_names_the_nearest(word, action, capsys):
+    assert main(["data", word, "a.txt"]) == 2
+    assert f"no action '{word}'; did you mean '{action}'?" in capsys.readouterr().err

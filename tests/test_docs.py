@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,12 @@ def test_commands_have_the_options_that_a_page_shows(page):
         used = {word.split("=")[0] for word in words if word.startswith("--") and len(word) > 2}
         wrong += [f"{name} {option}" for option in used - options if not option.startswith("--gin.")]
     assert not wrong
+
+
+def test_the_install_page_lists_every_extra():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    first = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/start/install.md").read_text(), flags=re.M)
+    assert {word for cell in first for word in re.findall("`(.*?)`", cell)} == {*project["optional-dependencies"]}
 
 
 def test_bindings_in_pages_exist():

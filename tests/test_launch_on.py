@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import json
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import yaml
 
 from jaxscale.cli import main
-from jaxscale.clusters import SYSTEMS, Hosts, hosts_of
+from jaxscale.clusters import SYSTEMS, Hosts, hosts_of, xpk
 from jaxscale.commands import launch_on
+from jaxscale.errors import ConfigError
 from jaxscale.hardware import topology
 from tests.truth.runs import ROOT
 
@@ -89,11 +94,14 @@ def ran(tmp_path, text, code, **env):
     tools.mkdir(exist_ok=True)
     log = tmp_path / "log"
     log.write_text("")
-    stop = f"trap 'exit 143' TERM; echo $$ > {tmp_path}/step; kill -USR1 $PPID; while :; do sleep 0.01; done"
+    step, at_limit = tmp_path / "step", isinstance(code, str)
+    last = code.removeprefix("at limit: ") if at_limit else code
+    stop = f"trap 'exit {last}' TERM; echo $$ > {step}; kill -USR1 $PPID; while :; do sleep 0.01; done"
     for tool, line in {
-        "srun": stop if code == "time" else f"exit {code}",
+        "srun": stop if at_limit else f"exit {code}",
         "scontrol": f'echo "$@" >> {log}',
-        "scancel": f"kill -TERM $(cat {tmp_path}/step)",
+        # The step has ended, and bash has seen it, when the trap that calls scancel returns.
+        "scancel": f"kill -TERM $(cat {step}); while kill -0 $(cat {step}) 2>/dev/null; do sleep 0.01; done",
     }.items():
         (tools / tool).write_text(f"#!/bin/bash\n{line}\n")
         (tools / tool).chmod(0o755)
@@ -117,7 +125,14 @@ def test_a_batch_file_asks_for_a_restart_where_one_helps(folder):
     assert ran(folder, text, 70) == (70, again, "")  # another process was lost
     assert ran(folder, text, 137, SLURM_RESTART_COUNT="1") == (137, again, "")
     assert ran(folder, text, 137, SLURM_RESTART_COUNT="2") == (137, "", "")
-    assert ran(folder, text, "time") == (143, again, "")
+    assert ran(folder, text, "at limit: 143") == (143, again, "")
+    assert ran(folder, text, "at limit: 143", SLURM_RESTART_COUNT="2") == (143, again, "")
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_a_step_that_ends_by_itself_at_the_time_limit_is_not_repeated(code, folder):
+    text = write("slurm", *HOSTS, "--time", "1h")
+    assert ran(folder, text, f"at limit: {code}") == (code, "", "")
 
 
 def test_a_secret_is_read_from_the_environment_and_in_no_file(folder, monkeypatch):
@@ -168,6 +183,27 @@ def test_tpu_pods_select_their_slice_and_several_slices_are_a_job_set():
     assert parts["JobSet"]["spec"]["failurePolicy"]["maxRestarts"] == 5
 
 
+def is_in(part, whole):
+    """Whether all fields of a tree are in another, which may have more fields."""
+    if isinstance(part, dict):
+        return all(key in whole and is_in(value, whole[key]) for key, value in part.items())
+    if isinstance(part, list):
+        return len(part) == len(whole) and all(map(is_in, part, whole))
+    return part == whole
+
+
+def test_the_job_set_is_what_its_own_python_api_reads():
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
+    more = ["--restarts", "5", "--time", "2h", "--option", "queue=q", "--env", "A=b", "--volume", "disk:/mnt"]
+    written = manifests(*SLICES[:-2], *more, "--secret", "KEY")["JobSet"]
+    parsed = models.JobsetV1alpha2JobSet.from_dict(written)
+    assert is_in(written, parsed.to_dict())  # types are strict, and fields that the API does not have are dropped
+    assert not is_in(written | {"spec": written["spec"] | {"restarts": 5}}, parsed.to_dict())
+    [rule] = parsed.spec.failure_policy.rules
+    actions = type(rule).model_fields["action"].description.partition("Valid values are ")[2].rstrip(".").split(", ")
+    assert rule.action in actions
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("where", [["h100:16"], ["v5p:2x2x4"], ["cpu:8"], ["mi300x:8"]])
 def test_kubernetes_own_schema_accepts_the_manifest(where):
@@ -181,6 +217,9 @@ def test_kubernetes_own_schema_accepts_the_manifest(where):
 
 SLICES = ["--topology", "v5e:4x4*2", "--mesh", "data=2,fsdp=-1", "--run", "gs://b/r", "--gin.train.batch_size=32"]
 SLICES += ["--gin.Layout.across=data", *ON_PODS]
+
+
+ONE_SLICE = ["--mesh", "fsdp=-1", "--run", "gs://b/r", *ON_PODS, "--option", "cluster=c"]
 
 
 def words_of(folder, text, **env):
@@ -211,15 +250,30 @@ def test_an_xpk_script_passes_slices_restarts_and_the_command(folder):
     assert "--tpu-type=v5p-2x2x4" in write("xpk", *cube)
 
 
+def test_xpk_itself_has_the_shapes_that_are_accepted():
+    sizes = pytest.importorskip("xpk.core.system_characteristics", reason="pip install --no-deps xpk")
+    names = sizes.UserFacingNameToSystemCharacteristics
+    for kind, prefix in xpk.TYPES.items():
+        smallest = topology(kind).chip.smallest
+        for shape in itertools.product((1, 2, 3, 4, 6, 8, 12, 16, 24, 44, 64), repeat=len(smallest)):
+            hardware = dataclasses.replace(topology(kind), shape=shape)
+            try:
+                xpk.check_shape(hardware)
+                accepted = True
+            except ConfigError:
+                accepted = False
+            assert accepted == (f"{prefix}-{'x'.join(map(str, shape))}" in names), hardware
+
+
 def test_a_skypilot_task_has_a_node_for_each_host(folder):
     (folder / "my.gin").write_text(f"include '{DEMO}'")
     more = ["--setup", "pip install x", "--secret", "WANDB_API_KEY", "--env", "A=1", "--option", "use_spot=true"]
-    task = yaml.safe_load(write("skypilot", *HOSTS, *more, "--restarts", "4", config="my.gin"))
+    task = yaml.safe_load(write("skypilot", *HOSTS, *more, config="my.gin"))
     assert (task["num_nodes"], task["workdir"], task["setup"]) == (2, ".", "pip install x\n")
     assert (task["secrets"], task["envs"]) == ({"WANDB_API_KEY": None}, {"A": "1"})
     assert task["resources"] == {
         "accelerators": "H100:8",
-        "job_recovery": {"max_restarts_on_errors": 4},
+        "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [70]},
         "use_spot": True,
     }
     env = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
@@ -234,16 +288,35 @@ def test_a_skypilot_task_has_a_node_for_each_host(folder):
     task = yaml.safe_load(write("skypilot", *pod, config="my.gin"))
     assert (task["num_nodes"], task["resources"]["accelerators"]) == (1, "tpu-v5p-32")  # 16 chips of 2 cores
     assert "JAXSCALE" not in task["run"] and "--distributed" in task["run"]
+    os.remove("file")
+    assert "recover" not in write("skypilot", *pod, "--restarts", "0", config="my.gin")
+
+
+@pytest.mark.parametrize("code, last", [(0, 0), (1, 1), (2, 2), (70, 70), (137, 70), (139, 70), (143, 143)])
+def test_a_skypilot_job_is_restarted_after_a_kill_and_not_after_a_mistake(code, last, folder):
+    (folder / "my.gin").write_text(f"include '{DEMO}'")
+    (folder / "jaxscale").write_text(f"#!/bin/bash\nexit {code}\n")
+    (folder / "jaxscale").chmod(0o755)
+    task = yaml.safe_load(write("skypilot", *HOSTS, *ON_PODS, config="my.gin"))
+    path = {"PATH": f"{folder}:{os.environ['PATH']}", "code": "5"}
+    assert subprocess.run(["bash", "-c", task["run"]], env=path).returncode == last
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["h100:16", "v5p:2x2x4", "v5e:4x4", "v6e:4x4", "cpu:8", "a100:8", "mi300x:8"])
 def test_skypilot_itself_reads_the_task(name, folder):
     sky = pytest.importorskip("sky", reason="pip install skypilot")
+    from sky.jobs.recovery_strategy import StrategyExecutor
+
     (folder / "my.gin").write_text(f"include '{DEMO}'")
     write("skypilot", "--topology", name, "--mesh", "data=-1", "--run", "s3://b/r", *ON_PODS, config="my.gin")
-    os.rename("file", "task.yaml")
-    assert sky.Task.from_yaml("task.yaml").num_nodes == (2 if name == "h100:16" else 1)
+    os.rename("file", "task.yaml")  # SkyPilot refuses a task that its schema does not have
+    task = sky.Task.from_yaml("task.yaml")
+    assert task.num_nodes == (2 if name == "h100:16" else 1)
+    [resources] = task.resources
+    job = types.SimpleNamespace(restart_cnt_on_failure=0, **resources.job_recovery)
+    restarts = functools.partial(StrategyExecutor.should_restart_on_failure, job)
+    assert restarts([70, 137]) and not restarts([2, 137])  # SkyPilot kills the processes of the other hosts: 137
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------
@@ -279,6 +352,9 @@ def test_skypilot_itself_reads_the_task(name, folder):
         "outside": (["skypilot", *HOSTS, *ON_PODS], "copies the current folder"),
         "one-slice": (["skypilot", *SLICES], "one slice"),
         "unnamed": (["skypilot", "--topology", "mi355x:8", "--run", "s3://b/r"], "did you mean 'mi300x'?"),
+        "uncounted": (["skypilot", *HOSTS, *ON_PODS, "--restarts", "3"], "write --restarts 0 for none"),
+        "shape": (["xpk", *ONE_SLICE, "--topology", "v5e:2x2"], "it has 2x4, 4x4, 4x8, 8x8, 8x16, 16x16; take one"),
+        "order": (["xpk", *ONE_SLICE, "--topology", "v5p:8x4x4"], "must ascend: --topology v5p:4x4x8"),
         "restarts": (["slurm", *HOSTS, "--restarts", "-1"], "must be at least 0"),
         "tool": (["slurm", *HOSTS, "--submit"], "--submit needs sbatch"),
         "name": (["slurm", *HOSTS, "--name", "My_Run"], "choose one with --name"),
@@ -315,6 +391,26 @@ def test_a_warning_names_a_run_folder_on_a_local_disk(kind, warned, monkeypatch,
     monkeypatch.setattr(launch_on, "_file_system", lambda path: kind)
     write("slurm", *HOSTS[:4], "--run", "runs/one")
     assert ("is on a disk of this machine" in capsys.readouterr().err) == warned
+
+
+@pytest.mark.parametrize(
+    "tracker, words, line",
+    [
+        ("@Wandb()", [], "Wandb(), and the hosts do not have WANDB_API_KEY of your shell; pass on"),
+        ("@MLflow()", [], "--secret MLFLOW_TRACKING_URI"),
+        ("@Wandb()", ["--secret", "WANDB_API_KEY"], None),
+        ("@MLflow()", ["--env", "MLFLOW_TRACKING_URI=http://host"], None),
+        ("@Wandb()", ["--gin.Wandb.mode=offline"], None),
+        ("@TensorBoard()", [], None),
+    ],
+)
+def test_a_warning_names_the_variables_of_trackers_that_hosts_do_not_have(tracker, words, line, capsys):
+    write("kubernetes", *HOSTS, *ON_PODS, f"--gin.train.trackers=({tracker},)", *words)
+    errors = capsys.readouterr().err
+    assert line in errors if line else "train.trackers" not in errors
+    os.remove("file")
+    write("slurm", *HOSTS, f"--gin.train.trackers=({tracker},)")  # sbatch passes the environment on
+    assert "train.trackers" not in capsys.readouterr().err
 
 
 def test_submit_calls_the_tool_and_returns_its_exit_code(folder, monkeypatch):

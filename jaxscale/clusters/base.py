@@ -17,6 +17,9 @@ from jaxscale.hardware import Topology
 SCHEMES = ("s3://", "gs://")
 """How the address of a bucket begins."""
 
+RESTARTS = 20
+"""How often a cluster restarts a job after failures, by default."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -36,7 +39,7 @@ class Job:
       env: environment variables by name.
       secrets: names of environment variables whose values no file may contain.
       minutes: the time limit, or `None`.
-      restarts: how many times to restart after a failure.
+      restarts: how many times to restart after a failure; `None` if the user did not say.
       volumes: "CLAIM:/path" of shared storage, for Kubernetes.
       options: the system's own options by name.
     """
@@ -54,9 +57,14 @@ class Job:
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     secrets: Sequence[str] = ()
     minutes: int | None = None
-    restarts: int = 20
+    restarts: int | None = None
     volumes: Sequence[str] = ()
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def limit(self) -> int:
+        """How many times to restart after a failure."""
+        return RESTARTS if self.restarts is None else self.restarts
 
     @property
     def simulated(self) -> list[str]:
@@ -85,11 +93,13 @@ class Launcher(Protocol):
       name: the value of `--on`.
       suffix: end of the file's name.
       tool: the program that submits the file.
+      environment: whether hosts get the environment variables of the shell that submits the file.
     """
 
     name: str
     suffix: str
     tool: str
+    environment: bool
 
     def check(self, job: Job) -> None:
         """Raise `ConfigError` if the system cannot run the job.

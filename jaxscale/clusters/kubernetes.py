@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.clusters.base import Job, check_options, dump, lines_of
-from jaxscale.errors import MISTAKE, ConfigError
+from jaxscale.errors import MISTAKE, ConfigError, near
 
 PORT = 8476
 """Port of process 0, at which the others join."""
@@ -40,6 +40,7 @@ class Kubernetes:
     name = "kubernetes"
     suffix = ".yaml"
     tool = "kubectl"
+    environment = False
 
     def check(self, job: Job) -> None:
         """Refuse a job without image, and options and volumes that are malformed.
@@ -52,6 +53,9 @@ class Kubernetes:
         """
         if job.image is None:
             raise ConfigError("--on kubernetes: pods run an image; name one that has jaxscale installed with --image")
+        chip = job.hardware.chip
+        if chip.platform == "tpu" and chip.name not in TPUS:
+            raise ConfigError(f"--on kubernetes has no name for {chip.name}{near(chip.name, TPUS)}")
         check_options(job, OPTIONS, self.name)
         for volume in job.volumes:
             claim, _, path = volume.partition(":")
@@ -99,7 +103,7 @@ class Kubernetes:
         whole["metadata"]["annotations"] = {
             "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
         }
-        failures = {"maxRestarts": job.restarts, "rules": [mistakes]}
+        failures = {"maxRestarts": job.limit, "rules": [mistakes]}
         return whole | {"spec": {"failurePolicy": failures, "replicatedJobs": [one]}}
 
     def _job(self, job: Job) -> Tree:
@@ -109,7 +113,7 @@ class Kubernetes:
             "completions": pods,
             "parallelism": pods,
             # Every pod ends when one is lost; a JobSet counts restarts itself.
-            "backoffLimit": 0 if together else job.restarts * pods,
+            "backoffLimit": 0 if together else job.limit * pods,
             "podFailurePolicy": {
                 "rules": [
                     {

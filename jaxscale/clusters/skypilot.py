@@ -11,7 +11,7 @@ import yaml
 
 from jaxscale.clusters.base import Job, check_options, dump, lines_of
 from jaxscale.clusters.kubernetes import PORT
-from jaxscale.errors import ConfigError, near
+from jaxscale.errors import LOST, ConfigError, near
 
 GPUS = {"a100": "A100-80GB", "h100": "H100", "h200": "H200", "b200": "B200", "mi300x": "MI300X"}
 """SkyPilot's names of GPUs."""
@@ -22,6 +22,16 @@ TPUS = {"v4": ("tpu-v4", 2), "v5e": ("tpu-v5litepod", 1), "v5p": ("tpu-v5p", 2),
 OPTIONS = ("cloud", "region", "zone", "infra", "use_spot", "cpus", "memory", "disk_size", "instance_type", "priority")
 """Names of `--option`: fields of `resources`."""
 
+# SkyPilot kills the processes of all hosts when that of one ends, so that their codes say nothing.
+_END = f"""\
+ || code=$?
+case $code in
+130 | 143) ;;  # Ctrl-C, SIGTERM
+129 | 13[0-9] | 1[4-9][0-9] | 2[0-9][0-9]) code={LOST} ;;  # a killed process is restarted like a lost one
+esac
+exit "$code"
+"""
+
 
 class SkyPilot:
     """Writes a managed job, whose machines SkyPilot finds in a cloud, and finds again after a preemption."""
@@ -29,6 +39,7 @@ class SkyPilot:
     name = "skypilot"
     suffix = ".sky.yaml"
     tool = "sky"
+    environment = False
 
     def check(self, job: Job) -> None:
         """Refuse hardware that SkyPilot has no name for, and a job that cannot find jaxscale or its config.
@@ -46,6 +57,11 @@ class SkyPilot:
             raise ConfigError("--on skypilot starts one slice; use --on kubernetes or xpk for several")
         if job.volumes or job.minutes is not None:
             raise ConfigError("SkyPilot's jobs have no --volume and no --time; leave them out")
+        if job.restarts:
+            raise ConfigError(
+                f"--restarts {job.restarts}: SkyPilot does not count restarts that depend on the exit code; leave the "
+                "option out, or write --restarts 0 for none"
+            )
         if job.image is None and not job.setup:
             raise ConfigError(
                 "--on skypilot: new machines do not have jaxscale; name an --image that has it, or give the line that "
@@ -73,7 +89,8 @@ class SkyPilot:
             resources["accelerators"] = f"{GPUS[job.hardware.chip.name]}:{job.hosts.chips}"
         if job.image is not None:
             resources["image_id"] = f"docker:{job.image}"
-        resources["job_recovery"] = {"max_restarts_on_errors": job.restarts}
+        if job.restarts is None:
+            resources["job_recovery"] = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [LOST]}
         resources |= {name: yaml.safe_load(value) for name, value in job.options.items()}
         several = job.hosts.count > 1
         lines = []
@@ -95,7 +112,7 @@ class SkyPilot:
             task["secrets"] = dict.fromkeys(job.secrets)
         if job.setup:
             task["setup"] = "\n".join(job.setup) + "\n"
-        task["run"] = "\n".join([*lines, lines_of(train)]) + "\n"
+        task["run"] = "\n".join([*lines, "code=0", lines_of(train)]) + _END
         start = " ".join(self.submit(job, Path("FILE")))
         head = f"# {job.hardware.name}. Start it in the folder that has {os.path.relpath(job.config)}: {start}\n"
         return head + dump(task)

@@ -19,15 +19,14 @@ _END = """\
 
 # A job that reaches its time limit gets USR1 {notice} s before: it saves a checkpoint, and is queued again.
 timeup= stopped=
-trap 'timeup=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
-trap 'stopped=1' TERM
+trap 'signal=1; timeup=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+trap 'signal=1; stopped=1' TERM
 
 {run} &
 step=$!
-code=0
-wait "$step" || code=$?
-while kill -0 "$step" 2>/dev/null; do  # a signal interrupted `wait`
-    code=0
+signal=1
+while [ -n "$signal" ]; do  # a signal interrupts `wait`, whose code is then the signal's and not the step's
+    signal= code=0
     wait "$step" || code=$?
 done
 
@@ -51,6 +50,7 @@ class Slurm:
     name = "slurm"
     suffix = ".sbatch"
     tool = "sbatch"
+    environment = True
 
     def check(self, job: Job) -> None:
         """Refuse TPUs, options that the launcher writes itself, and what only Kubernetes has.
@@ -104,7 +104,7 @@ class Slurm:
         lines += [f"export {name}={shlex.quote(value)}" for name, value in job.env.items()]
         lines += [f': "${{{name}:?export it before sbatch, which passes it on}}"' for name in job.secrets]
         lines += job.setup
-        return "\n".join(lines) + "\n" + _END.format(notice=NOTICE, run=self._srun(job), restarts=job.restarts)
+        return "\n".join(lines) + "\n" + _END.format(notice=NOTICE, run=self._srun(job), restarts=job.limit)
 
     def _srun(self, job: Job) -> str:
         # The others end by themselves when one is lost, with an exit code that says so; killed, they would hide it.

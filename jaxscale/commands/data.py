@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxscale.commands.shared import TEXT, import_argument, load, no_bindings
-from jaxscale.errors import ConfigError, DataError
+from jaxscale.errors import ConfigError, DataError, near
 
 if TYPE_CHECKING:
     from jaxscale.data import Corpus, Tokenizer
@@ -71,6 +72,8 @@ def add(commands: Any) -> None:
     def with_action(words: list[str], namespace: Any = None) -> Any:
         """Parse `data WHAT` as `data show WHAT`."""
         named = words[:1] in (["show"], ["prepare"]) or {"-h", "--help"} & set(words[:1]) or not words
+        if not named and len(words) > 1 and not words[1].startswith("-") and re.fullmatch("[a-z]+", words[0]):
+            raise ConfigError(f"jaxscale data has no action '{words[0]}'{near(words[0], ['show', 'prepare'])}")
         return whole(words if named else ["show", *words], namespace)
 
     parser.parse_known_args = with_action

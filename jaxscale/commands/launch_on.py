@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 SHARED = "nfs nfs4 lustre gpfs beegfs ceph cifs smb3 afs glusterfs wekafs panfs pvfs2 orangefs 9p".split()
 """File systems of network disks; those of FUSE are taken as shared, too."""
 
-RESTARTS = 20
-"""How often a cluster restarts a job after failures, by default."""
-
 KEYS = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 """What a name of an environment variable contains if its value is a secret."""
 
@@ -99,6 +96,7 @@ def run(args: argparse.Namespace, bindings: Sequence[str]) -> int:
     launcher.check(job)
     check_mesh(config, job.hardware)
     warn_about_run(job, launcher)
+    warn_about_trackers(config, job, launcher)
     text, file = launcher.text(job), Path(args.out or f"{job.name}{launcher.suffix}")
     try:
         with file.open("x") as new:  # never over an older file, which may have been edited
@@ -140,9 +138,8 @@ def _job(args: argparse.Namespace, bindings: Sequence[str]) -> tuple[Job, TrainC
     config = load(None, argparse.Namespace(**vars(args) | {"pipeline": None}), list(bindings))
     with gin_config.isolated():
         text = gin_config.load([args.config], bindings)
-    restarts = RESTARTS if args.restarts is None else args.restarts
-    if restarts < 0:
-        raise ConfigError(f"--restarts {restarts}: must be at least 0")
+    if args.restarts is not None and args.restarts < 0:
+        raise ConfigError(f"--restarts {args.restarts}: must be at least 0")
     train = [f"--gin.{_plain(line.replace(' = ', '=', 1))}" for line in bindings]
     train += ["--mesh", args.mesh] * (args.mesh is not None)
     train += [word for module in args.modules or [] for word in ("--import", module)]
@@ -160,7 +157,7 @@ def _job(args: argparse.Namespace, bindings: Sequence[str]) -> tuple[Job, TrainC
         env=_env(args),
         secrets=_secrets(args),
         minutes=None if args.time is None else minutes(args.time),
-        restarts=restarts,
+        restarts=args.restarts,
         volumes=args.volume or [],
         options=_pairs("option", args.option),
     )
@@ -252,6 +249,26 @@ def warn_about_run(job: Job, launcher: Launcher) -> None:
             "such as --run s3://bucket/run-1, or a shared disk",
             file=sys.stderr,
         )
+
+
+def warn_about_trackers(config: TrainConfig, job: Job, launcher: Launcher) -> None:
+    """Print a line for each tracker that has none of its environment variables on the hosts.
+
+    Args:
+      config: the settings.
+      job: the job.
+      launcher: its launcher.
+    """
+    if launcher.environment:
+        return
+    for tracker in config.trackers:
+        names = tracker.variables()
+        if names and not {*names} & {*job.secrets, *job.env}:
+            print(
+                f"jaxscale: warning: train.trackers has {type(tracker).__name__}(), and the hosts do not have "
+                f"{' or '.join(names)} of your shell; pass on what it needs, such as --secret {names[0]}",
+                file=sys.stderr,
+            )
 
 
 def _file_system(path: str) -> str | None:

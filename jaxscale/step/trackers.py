@@ -96,6 +96,10 @@ class Tracker:
                 f"train.trackers has {type(self).__name__}(), which needs {self.package}: pip install '{install}'"
             )
 
+    def variables(self) -> tuple[str, ...]:
+        """Return the environment variables with its credentials or its address, which a new machine does not have."""
+        return ()
+
     def start(self, run: TrackedRun) -> Tracking:
         """Start, or continue, the record of a run.
 

@@ -19,8 +19,6 @@ _BATCH = 100  # parameters of one request at most: https://mlflow.org/docs/lates
 _LENGTH = 500  # characters of a parameter's value that every store takes
 _PASSWORD = re.compile(r"://[^:/]*:[^@]+@|[?&]password=")
 
-_TRAINING = {"mlflow.experimentKind": "custom_model_development"}  # else MLflow 3 opens its pages for agents
-
 _TRAINING = {"mlflow.experimentKind": "custom_model_development"}  # the kind that MLflow 3 has for training
 
 
@@ -50,6 +48,10 @@ class MLflow(Tracker):
                 "MLflow.uri contains a password, which config.gin would keep; leave MLflow.uri out and set the "
                 "environment variable MLFLOW_TRACKING_URI"
             )
+
+    def variables(self) -> tuple[str, ...]:
+        """Return the variable of the address, unless `uri` is set, and that of the token."""
+        return ("MLFLOW_TRACKING_TOKEN",) if self.uri else ("MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_TOKEN")
 
     def start(self, run: TrackedRun) -> Tracking:
         """Create a run, or continue the one whose id is stored; a sweep's trials have the tag `sweep`."""

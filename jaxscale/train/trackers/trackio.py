@@ -34,6 +34,10 @@ class Trackio(Tracker):
     def __post_init__(self) -> None:
         check_text(self, "space")
 
+    def variables(self) -> tuple[str, ...]:
+        """Return the variable of the token, which a Space needs."""
+        return () if self.space is None else ("HF_TOKEN",)
+
     def start(self, run: TrackedRun) -> Tracking:
         """Start a run, or continue the one of the stored name; the run's id makes the name unique in the project."""
         import trackio

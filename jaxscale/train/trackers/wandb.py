@@ -46,6 +46,10 @@ class Wandb(Tracker):
         if self.mode is not None and self.mode not in _MODES:
             raise ConfigError(f"Wandb.mode = {self.mode!r} does not exist{near(str(self.mode), _MODES)}")
 
+    def variables(self) -> tuple[str, ...]:
+        """Return the variable of the API key, which is needed online."""
+        return ("WANDB_API_KEY",) if self.mode in (None, "online") else ()
+
     def start(self, run: TrackedRun) -> Tracking:
         """Start a run, or continue the one with the stored id."""
         import wandb

@@ -41,6 +41,11 @@ _DENIED = re.compile(
 _MISSING_BUCKET = re.compile(r"NoSuchBucket|NOT_FOUND|http_response_code='404'")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 
+_OUT_OF_RANGE = ("OUT_OF_RANGE", "FAILED_PRECONDITION: Unexpected Content-Range")  # the second from Google's emulator
+_SIZE = re.compile(r"total size (\d+)|<ActualObjectSize>(\d+)<|bytes [\d*-]+/(\d+)")
+LARGEST = 2**46
+"""Bytes that no object has; Amazon's limit is 50 TB."""
+
 T = TypeVar("T")
 
 
@@ -93,6 +98,12 @@ class BucketError(OSError):
     """A request to a bucket failed; `strerror` is a sentence that says why."""
 
 
+class OutOfRange(BucketError):
+    """A read beyond the end of an object, of `size` bytes where the server's answer says so, else `None`."""
+
+    size: int | None = None
+
+
 class Bucket:
     """A folder of a bucket. Keys are relative to it.
 
@@ -130,23 +141,71 @@ class Bucket:
         """
         return Bucket(f"{self.url}/{name}")
 
-    def read(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
+    def read(
+        self, key: str, start: int | None = None, stop: int | None = None, *, generation: str | None = None
+    ) -> bytes:
         """Return an object's bytes, or those from `start` to `stop`.
 
         Args:
           key: the object.
           start: first byte; `None` is 0.
           stop: byte after the last; `None` is the end.
+          generation: the generation that it must have, from `generation`; `None` is any.
 
         Raises:
           FileNotFoundError: there is no such object.
-          BucketError: the request failed.
+          OutOfRange: the object ends before `stop`.
+          BucketError: the request failed, or the object has another generation.
         """
         span = None if start is None and stop is None else slice(start, stop)
         result = self._wait(lambda kv: kv.read(self._prefix + key, byte_range=span), f"reading {key}")
         if result.state != "value":
             raise FileNotFoundError(errno.ENOENT, "it does not exist", f"{self.url}/{key}")
+        actual = result.stamp.generation
+        if generation is not None and actual.strip(b"\0") and actual.hex() != generation:  # emulators have only zeros
+            raise BucketError(errno.ESTALE, f"{self.url}/{key} has changed while it was read; start again", self.url)
         return bytes(result.value)
+
+    def size(self, key: str) -> int:
+        """Return an object's bytes; raises as `read`.
+
+        TensorStore does not return them, so they are taken from the answer to a read beyond the end. Google's answer
+        does not have them: then the last byte is looked for, by reading several single bytes at a time.
+
+        Args:
+          key: the object.
+        """
+        low, high = 0, LARGEST
+
+        def reaches(size: int) -> bool:
+            try:
+                return len(self.read(key, size - 1, size)) == 1
+            except OutOfRange as e:
+                if e.size is not None:
+                    raise
+                return False
+
+        try:
+            reaches(high)
+            while low < high:
+                sizes = sorted({low + -(-(high - low) * i // THREADS) for i in range(1, THREADS + 1)})
+                enough = list(self.each(reaches, sizes))
+                low, high = (
+                    max([low, *(n for n, yes in zip(sizes, enough, strict=True) if yes)]),
+                    min([high, *(n - 1 for n, yes in zip(sizes, enough, strict=True) if not yes)]),
+                )
+        except OutOfRange as e:
+            assert e.size is not None
+            return e.size
+        return low
+
+    def generation(self, key: str) -> str:
+        """Return an object's generation, which changes when it is written; raises as `read`."""
+        nothing = slice(0, 0)
+        result = self._wait(lambda kv: kv.read(self._prefix + key, byte_range=nothing), f"reading {key}")
+        if result.state != "value":
+            raise FileNotFoundError(errno.ENOENT, "it does not exist", f"{self.url}/{key}")
+        return result.stamp.generation.hex()
 
     def changed(self, key: str, generation: str | None) -> tuple[bytes, str] | None:
         """Return an object's bytes and generation, or `None` if it still has `generation` or does not exist.
@@ -164,9 +223,11 @@ class Bucket:
 
     def exists(self, key: str) -> bool:
         """Whether there is an object; raises as `read`."""
-        nothing = slice(0, 0)
-        result = self._wait(lambda kv: kv.read(self._prefix + key, byte_range=nothing), f"reading {key}")
-        return result.state == "value"
+        try:
+            self.generation(key)
+        except FileNotFoundError:
+            return False
+        return True
 
     def write(self, key: str, data: bytes | bytearray | memoryview, *, new: bool = False) -> str:
         """Write an object; returns its generation once it is stored. An object is never seen half written.
@@ -247,6 +308,11 @@ class Bucket:
         scheme, bucket = self.url.split("/")[0], self.url.split("/")[2]
         code = _CODE.search(text)
         first = text.splitlines()[0]
+        if text.startswith(_OUT_OF_RANGE):
+            size = _SIZE.search(text)
+            beyond = OutOfRange(errno.EINVAL, f"{self.url}: {doing}: it is shorter", self.url)
+            beyond.size = int(next(filter(None, size.groups()))) if size else None
+            return beyond
         short = code[1] if code else first[:200]
         if _DENIED.search(text):
             why, number = f"access is denied ({short}); check or renew the credentials ({_WHERE[scheme]})", errno.EACCES

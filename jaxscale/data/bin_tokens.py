@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Int64
 
 from jaxscale.config import register
-from jaxscale.data.files import check_readable, matching
+from jaxscale.data.files import File, check_sizes, head_of, matching, size_of
 from jaxscale.data.scan import Scan, TokenArray
 from jaxscale.data.token_arrays import Patterns, TokenArrays, check_distinct, patterns_of
 from jaxscale.errors import DataError, near
@@ -31,6 +30,8 @@ DTYPES = ("uint16", "uint32")
 class BinTokens(TokenArrays):
     """Token ids in `.bin` files, as nanoGPT and llm.c write them; they are memory-mapped and not copied.
 
+    Of files in a bucket, chunks are fetched as they are needed.
+
     nanoGPT's files (`data/*/prepare.py`) are uint16 ids and nothing else. llm.c's (`dev/data/data_common.py`) begin
     with 256 int32: 20240520 (uint16 ids) or 20240801 (uint32 ids), the version, and the number of ids.
 
@@ -39,7 +40,7 @@ class BinTokens(TokenArrays):
     Every other id is a target once. The split of a document is chosen by its file and its number in the file.
 
     Args:
-      glob: pattern of the files, with `~`, `*` and `**`; or several patterns.
+      glob: pattern of the files, with `~`, `*` and `**`, also in a bucket; or several patterns.
       heldout: fraction of documents held out, or a pattern of the held-out files, which are then not trained on.
       format: "nanogpt", "llm.c", or "auto", which is llm.c where files begin with its header.
       dtype: dtype of the ids of files without a header, "uint16" or "uint32".
@@ -70,7 +71,7 @@ class BinTokens(TokenArrays):
     def arrays(self, files: Patterns) -> list[TokenArray]:
         """Return the array of each file that matches; the formats must be the same for all."""
         matches = [match for pattern in patterns_of(files) for match in matching(pattern, ".bin")]
-        check_readable(matches)
+        check_sizes(matches)
         with_header = {path: _magic(path) in MAGICS for _, path in matches}
         if self.format == "nanogpt":
             return check_distinct([self._raw(*match) for match in matches])
@@ -90,8 +91,8 @@ class BinTokens(TokenArrays):
         empty = (length == 1) & np.isin(start, scan.ends)
         return start[~empty], length[~empty]
 
-    def _raw(self, name: str, path: Path) -> TokenArray:
-        dtype, size = np.dtype(self.dtype).newbyteorder("<"), path.stat().st_size
+    def _raw(self, name: str, path: File) -> TokenArray:
+        dtype, size = np.dtype(self.dtype).newbyteorder("<"), size_of(path)
         if size % dtype.itemsize:
             raise DataError(
                 f"{path} is not a whole number of {self.dtype} ids (it has {size} bytes); copy it again, or set "
@@ -100,12 +101,12 @@ class BinTokens(TokenArrays):
         return TokenArray(name, path, dtype, 0, size // dtype.itemsize)
 
 
-def _magic(path: Path) -> int:
-    return int.from_bytes(path.open("rb").read(4), "little", signed=True) if path.stat().st_size >= HEADER else -1
+def _magic(path: File) -> int:
+    return int.from_bytes(head_of(path, 4), "little", signed=True) if size_of(path) >= HEADER else -1
 
 
-def _shard(name: str, path: Path) -> TokenArray:
-    size, magic = path.stat().st_size, _magic(path)
+def _shard(name: str, path: File) -> TokenArray:
+    size, magic = size_of(path), _magic(path)
     if magic not in MAGICS:
         known = " or ".join(map(str, MAGICS))
         begins = f"begins with {magic}" if size >= HEADER else f"has only {size} bytes"
@@ -114,7 +115,7 @@ def _shard(name: str, path: Path) -> TokenArray:
             "or set bin_tokens.format = 'nanogpt' if it has ids only"
         )
     version, dtype = MAGICS[magic]
-    header = np.fromfile(path, "<i4", 3)
+    header = np.frombuffer(head_of(path, 12), "<i4")
     if header[1] != version:
         raise DataError(f"{path} has version {header[1]}, but this reads version {version} of {magic}; write it again")
     expected = HEADER + int(header[2]) * dtype.itemsize

@@ -43,7 +43,7 @@ class ChatFiles:
     separately, as in generation. They may also be lists of messages.
 
     Args:
-      glob: pattern of the files.
+      glob: pattern of the files, with `~`, `*` and `**`, also in a bucket.
       template: a folder or file with the chat template; by default the tokenizer's folder.
       turns: whether "all" turns of the assistant are learned, or the "last" of each conversation.
       heldout: fraction of lines held out.
@@ -104,8 +104,8 @@ class ChatFiles:
         """Return the glob and the settings."""
         return f"{self.glob} {self.template} {self.turns}"
 
-    def total(self) -> int:
-        """Return the bytes of all files, compressed as they are."""
+    def total(self) -> int | None:
+        """Return the bytes of all files, compressed as they are; `None` if they are in a bucket."""
         return check_readable(self.files())
 
     def pieces(self) -> Iterator[Piece]:

@@ -66,6 +66,7 @@ def with_holes(path: Path, dtype: np.dtype, count: int) -> Integer[np.ndarray, "
       DataError: the file cannot be made.
     """
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:  # another process may have filled some holes already
             if file.tell() != count * dtype.itemsize:
                 file.truncate(count * dtype.itemsize)
@@ -74,24 +75,29 @@ def with_holes(path: Path, dtype: np.dtype, count: int) -> Integer[np.ndarray, "
     return np.memmap(path, dtype, "r").view(np.ndarray)
 
 
-def filler(bucket: Bucket, path: Path) -> Callable[[Sequence[int]], None]:
-    """Return a function that fetches chunks of a file, several at a time, and writes them into the local copy.
+def filler(
+    bucket: Bucket, key: str, path: Path, offset: int = 0, generation: str | None = None
+) -> Callable[[Sequence[int]], None]:
+    """Return a function that fetches chunks of an array in a bucket, several at a time, into the local copy.
 
     Args:
-      bucket: the token file.
-      path: the local copy, from `with_holes`, of the file of the same name.
+      bucket: the folder.
+      key: the object in it.
+      path: the local copy, from `with_holes`.
+      offset: bytes of the object before the array.
+      generation: the object's generation; `None` is any.
     """
     size = path.stat().st_size
 
     def fetch(chunk: int) -> None:
         start = chunk * CHUNK
         try:
-            data = bucket.read(path.name, start, min(start + CHUNK, size))
+            data = bucket.read(key, offset + start, offset + min(start + CHUNK, size), generation=generation)
             with path.open("r+b") as file:  # not through the memory map, in which a full disk would kill the process
                 file.seek(start)
                 file.write(data)
         except FileNotFoundError:
-            raise DataError(f"{bucket}/{path.name} does not exist; copy the whole folder again") from None
+            raise DataError(f"{bucket}/{key} does not exist; copy the whole folder again") from None
         except BucketError as e:
             raise failure(DataError, e, running=True) from None
         except OSError as e:

@@ -24,7 +24,7 @@ class JsonlFiles(TextCorpus):
     Files may be compressed by gzip or Zstandard (`pip install 'jaxscale[data]'`).
 
     Args:
-      glob: pattern of the files, with `~`, `*` and `**`.
+      glob: pattern of the files, with `~`, `*` and `**`, also in a bucket.
       field: the field with the text.
       id: the field with the document's name, a text or a number, which decides its split; `None` names documents by
         file and line, `a.jsonl#17`, whether the file is compressed or not.
@@ -56,8 +56,8 @@ class JsonlFiles(TextCorpus):
         """Return a key that changes with the files, the settings and the tokenizer."""
         return files_key(self.files(), tokenizer.fingerprint, self.field, str(self.id), self.duplicates)
 
-    def total(self) -> int:
-        """Return the bytes of all files, compressed as they are."""
+    def total(self) -> int | None:
+        """Return the bytes of all files, compressed as they are; `None` if they are in a bucket."""
         return check_readable(self.files())
 
     def pieces(self) -> Iterator[Piece]:

@@ -6,11 +6,9 @@ import gzip
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO
 
-from jaxscale import reading
-from jaxscale.data.files import Files, file_identity
+from jaxscale.data.files import File, Files, file_identity, open_file, unreadable
 from jaxscale.data.pieces import PIECE, Piece
 from jaxscale.errors import DataError
 
@@ -76,12 +74,12 @@ def uncompressed(name: str) -> str:
     return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
 
 
-def _blocks(path: Path) -> Iterator[tuple[bytes, int]]:
+def _blocks(path: File) -> Iterator[tuple[bytes, int]]:
     """Yield whole lines, about `PIECE` bytes together, and the bytes of the file that were read so far."""
     parts: list[bytes] = []
     size = position = lines = 0
     try:
-        with reading.open_file(path) as file:
+        with open_file(path) as file:
             for chunk in _content(file):
                 position = file.tell()
                 size += len(chunk)
@@ -99,7 +97,7 @@ def _blocks(path: Path) -> Iterator[tuple[bytes, int]]:
             f"{path} is damaged or truncated after line {lines} ({error}); copy it again, or leave it out of the glob."
         ) from None
     except OSError as error:
-        raise DataError(f"cannot read {path} ({error.strerror}); make it readable or narrow the glob.") from None
+        raise unreadable(path, error) from None
     if size:
         yield b"".join(parts), position
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Int64
 
 from jaxscale.config import register
-from jaxscale.data.files import check_readable, matching
+from jaxscale.data.files import File, beside, check_sizes, local_copy, matching, size_of
 from jaxscale.data.scan import Scan, TokenArray
 from jaxscale.data.token_arrays import Patterns, TokenArrays, check_distinct, patterns_of
 from jaxscale.errors import DataError, near
@@ -27,6 +26,8 @@ UNITS = ("document", "sequence")
 @dataclass(frozen=True)
 class MegatronTokens(TokenArrays):
     """Token ids in Megatron-LM's indexed datasets, pairs of `.bin` and `.idx`; they are memory-mapped and not copied.
+
+    Of a dataset in a bucket the index is copied, and chunks of the ids are fetched as they are needed.
 
     Megatron's `preprocess_data.py` ends documents with an eos (its eod) if it has `--append-eod`. With `append_eos`
     every document has one last target eos: its own if it ends with one, otherwise an inserted one. Without it documents
@@ -67,13 +68,16 @@ class MegatronTokens(TokenArrays):
         for pattern in patterns_of(files):
             stem = pattern[:-4] if pattern.endswith((".idx", ".bin")) else pattern
             matches = matching(f"{stem}.idx", ".idx")
-            check_readable(matches)
+            check_sizes(matches)
             arrays += [_Index(path).array(name) for name, path in matches]
         return check_distinct(arrays)
 
     def documents_of(self, array: TokenArray, scan: Scan) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """Return the documents or the sequences."""
-        index = _Index(array.path.with_suffix(".idx"))
+        file = beside(array.path, ".idx")
+        if file is None:
+            raise DataError(f"the index of {array.path} does not exist any more; restore it")
+        index = _Index(file)
         bounds = np.concatenate([[0], np.cumsum(index.lengths, dtype=np.int64)])
         if self.unit == "document":
             bounds = bounds[index.documents]
@@ -84,10 +88,10 @@ class MegatronTokens(TokenArrays):
 class _Index:
     """An index, memory-mapped and checked: `lengths` of sequences int32, `documents` int64 (their first sequences)."""
 
-    def __init__(self, path: Path):
-        self.path = path
-        size = path.stat().st_size
-        with path.open("rb") as file:
+    def __init__(self, path: File):
+        self.path, copy = path, local_copy(path)
+        size = copy.stat().st_size
+        with copy.open("rb") as file:
             head = file.read(HEADER)
         if head[:9] != MAGIC or len(head) < HEADER:
             raise DataError(
@@ -111,9 +115,9 @@ class _Index:
             )
         if not sequences:
             raise DataError(f"{path} has no sequence; write it again, or remove it")
-        self.lengths = np.memmap(path, "<i4", "r", HEADER, (sequences,)).view(np.ndarray)
-        pointers = np.memmap(path, "<i8", "r", HEADER + 4 * sequences, (sequences,)).view(np.ndarray)
-        self.documents = np.memmap(path, "<i8", "r", HEADER + 12 * sequences, (documents,)).view(np.ndarray)
+        self.lengths = np.memmap(copy, "<i4", "r", HEADER, (sequences,)).view(np.ndarray)
+        pointers = np.memmap(copy, "<i8", "r", HEADER + 4 * sequences, (sequences,)).view(np.ndarray)
+        self.documents = np.memmap(copy, "<i8", "r", HEADER + 12 * sequences, (documents,)).view(np.ndarray)
         ends = np.cumsum(self.lengths, dtype=np.int64) * self.dtype.itemsize
         consistent = (self.lengths >= 0).all() and pointers[0] == 0 and np.array_equal(pointers[1:], ends[:-1])
         bounds = self.documents
@@ -124,10 +128,11 @@ class _Index:
 
     def array(self, name: str) -> TokenArray:
         """Return the ids; `name` is that of the index."""
-        data = self.path.with_suffix(".bin")
-        size = data.stat().st_size if data.is_file() else None
-        if size is None:
-            raise DataError(f"{data} does not exist beside {self.path}; copy both files of the dataset")
+        data = beside(self.path, ".bin")
+        if data is None:
+            name = f"{str(self.path)[:-4]}.bin"
+            raise DataError(f"{name} does not exist beside {self.path}; copy both files of the dataset")
+        size = size_of(data)
         if not size and not self.bytes:
             raise DataError(f"{data} has no token; write it again, or remove it")
         if size != self.bytes:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
+from jaxscale.bucket_files import BLOCK, BucketFile
+from jaxscale.buckets import BucketError
 from jaxscale.config import register
 from jaxscale.data.documents import Records, TextCorpus
-from jaxscale.data.files import Files, check_readable, file_identity, files_key, matching
+from jaxscale.data.files import File, Files, check_readable, file_identity, files_key, matching, unreadable
 from jaxscale.data.pieces import PIECE, Piece
 from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.errors import DataError, near
@@ -30,7 +31,7 @@ class ParquetFiles(TextCorpus):
     first row is read.
 
     Args:
-      glob: pattern of the files, with `~`, `*` and `**`.
+      glob: pattern of the files, with `~`, `*` and `**`, also in a bucket.
       column: the column with the text.
       id: the column with the document's name, texts or integers, which decides its split; `None` names documents by
         file and row, `a.parquet#17`.
@@ -101,7 +102,7 @@ class ParquetFiles(TextCorpus):
                         )
                         row += len(records.names)
 
-    def _parts(self, file: Any, path: Path, group: int, name: str, row: int) -> Iterator[tuple[Records, int]]:
+    def _parts(self, file: Any, path: File, group: int, name: str, row: int) -> Iterator[tuple[Records, int]]:
         """Yield the documents of a row group in parts, and the characters of each."""
         names: list[str] = []
         texts: list[str] = []
@@ -124,11 +125,13 @@ class ParquetFiles(TextCorpus):
         except (OSError, ValueError) as error:  # Arrow's errors derive from them
             if isinstance(error, DataError):
                 raise
+            if isinstance(error, BucketError):
+                raise unreadable(path, error) from None
             raise DataError(f"{path} is damaged in row group {group} ({_first_line(error)}); copy it again.") from None
         if names:
             yield Records(names, texts), size
 
-    def _batches(self, file: Any, path: Path, group: int) -> Iterator[Any]:
+    def _batches(self, file: Any, path: File, group: int) -> Iterator[Any]:
         columns = [self.column] if self.id is None else [self.column, self.id]
         yield from file.iter_batches(_ROWS, row_groups=[group], columns=columns, use_threads=False)
 
@@ -136,14 +139,18 @@ class ParquetFiles(TextCorpus):
         """Yield the names and texts of the rows of a piece."""
         return zip(piece.records.names, piece.records.texts, strict=True)
 
-    def _opened(self, path: Path) -> Any:
+    def _opened(self, path: File) -> Any:
         arrow = _arrow()
         try:
+            if isinstance(path, BucketFile):
+                return arrow.parquet.ParquetFile(path.open(0), buffer_size=BLOCK, pre_buffer=False)
             return arrow.parquet.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False)
+        except BucketError as error:
+            raise unreadable(path, error) from None
         except (OSError, ValueError) as error:
             raise DataError(f"{path} is not a Parquet file, or is truncated ({_first_line(error)}).") from None
 
-    def _columns(self, file: Any, path: Path) -> list[int]:
+    def _columns(self, file: Any, path: File) -> list[int]:
         """Return the indices of the columns in a row group, after checking that they are texts."""
         arrow, schema = _arrow(), file.schema_arrow
         types = arrow.types

@@ -12,14 +12,18 @@ import logging
 import os
 import uuid
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int64, UInt64
 
+from jaxscale.bucket_files import BLOCK, BucketFile
 from jaxscale.data.cache import cache_folder
 from jaxscale.data.checked import CHUNK, Checked, DamagedChunk, digests_of
+from jaxscale.data.fetching import filler, with_holes
+from jaxscale.data.files import File, unreadable
 from jaxscale.errors import DataError
 from jaxscale.seals import NEW
 
@@ -42,14 +46,39 @@ class TokenArray:
     """
 
     name: str
-    path: Path
+    path: File
     dtype: np.dtype
     offset: int
     count: int
 
-    def mapped(self) -> np.ndarray:
-        """Return the ids, memory-mapped."""
-        return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,)).view(np.ndarray)
+    @property
+    def place(self) -> str:
+        """The file's path without links, or its URL."""
+        return str(self.path if isinstance(self.path, BucketFile) else self.path.resolve())
+
+    def parts(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the ids in parts of bounded size, each with the index of its first id.
+
+        Raises:
+          DataError: the bucket cannot be read.
+        """
+        step = _BYTES // self.dtype.itemsize
+        values = None if isinstance(self.path, BucketFile) else self._mapped(self.path)
+        for start in range(0, self.count, step):
+            yield start, self._fetched(start, step) if values is None else values[start : start + step]
+
+    def _fetched(self, start: int, step: int) -> np.ndarray:
+        assert isinstance(self.path, BucketFile)
+        first, last = (self.offset + i * self.dtype.itemsize for i in (start, min(start + step, self.count)))
+        blocks = range(first, last, BLOCK)
+        try:
+            data = self.path.bucket.each(self.path.read, blocks, [min(b + BLOCK, last) for b in blocks])
+            return np.frombuffer(b"".join(data), self.dtype)
+        except OSError as error:
+            raise unreadable(self.path, error) from None
+
+    def _mapped(self, path: Path) -> np.ndarray:
+        return np.memmap(path, self.dtype, "r", self.offset, (self.count,)).view(np.ndarray)
 
     def checked(self, scan: Scan) -> Checked:
         """Return the ids, each chunk of which is compared with its digest when it is first read.
@@ -64,7 +93,16 @@ class TokenArray:
                 "run"
             )
 
-        return Checked(str(self.path), self.mapped(), scan.digests, scan.digest, renew=changed)
+        file = self.path
+        if isinstance(file, Path):
+            return Checked(str(file), self._mapped(file), scan.digests, scan.digest, renew=changed)
+        try:
+            copy = file.place().with_name("ids.bin")
+        except OSError as error:
+            raise DataError(f"cannot write a copy of {file} ({error.strerror}); set JAXSCALE_CACHE") from None
+        values = with_holes(copy, self.dtype, self.count)
+        fill = filler(file.bucket, file.key, copy, self.offset, file.generation)
+        return Checked(str(file), values, scan.digests, scan.digest, renew=changed, fill=fill)
 
 
 @dataclass(frozen=True)
@@ -100,22 +138,25 @@ def scan(array: TokenArray, eos: int, vocab_size: int, cache: str | Path | None 
     Raises:
       DataError: an id is not a whole number from 0 to `vocab_size` - 1.
     """
-    stat = array.path.stat()
-    facts = (array.path.resolve(), stat.st_size, stat.st_mtime_ns, array.dtype, array.offset, array.count, eos, NEW)
+    version: tuple[object, ...]
+    if isinstance(array.path, BucketFile):
+        version = (array.path.generation,)
+    else:
+        stat = array.path.stat()
+        version = (stat.st_size, stat.st_mtime_ns)
+    facts = (array.place, *version, array.dtype, array.offset, array.count, eos, NEW)
     key = hashlib.sha256(" ".join(map(str, facts)).encode("utf-8", "surrogateescape")).hexdigest()[:32]
-    file = cache_folder(cache).parent / "scans" / f"{key}.npz"
-    result = _load(file) or _save(file, _scanned(array, eos))
+    saved = cache_folder(cache).parent / "scans" / f"{key}.npz"
+    result = _load(saved) or _save(saved, _scanned(array, eos))
     if not 0 <= result.least <= result.most < vocab_size:
         _raise_outside(array, vocab_size)
     return result
 
 
 def _scanned(array: TokenArray, eos: int) -> Scan:
-    values, content = array.mapped(), hashlib.sha256()
+    content = hashlib.sha256()
     digests, ends, low, high = [], [], [], []
-    step = _BYTES // array.dtype.itemsize
-    for start in range(0, array.count, step):
-        part = values[start : start + step]
+    for start, part in array.parts():
         content.update(part.view(np.uint8).data)
         digests.append(digests_of(part, NEW))
         if array.dtype.kind == "f" and (wrong := part != np.floor(part)).any():
@@ -133,10 +174,7 @@ def _scanned(array: TokenArray, eos: int) -> Scan:
 
 
 def _raise_outside(array: TokenArray, vocab_size: int) -> None:
-    values = array.mapped()
-    step = _BYTES // array.dtype.itemsize
-    for start in range(0, array.count, step):
-        part = values[start : start + step]
+    for start, part in array.parts():
         outside = (part < 0) | (part >= vocab_size)
         if outside.any():
             where = int(np.argmax(outside))

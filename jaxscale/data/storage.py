@@ -133,7 +133,7 @@ class TokenFile:
             digest=self.meta["digest"],
             below=self.vocab_size if file == "tokens.bin" else None,
             renew=functools.partial(self._renewed, file),
-            fill=None if self.bucket is None else filler(self.bucket, self.folder / file),
+            fill=None if self.bucket is None else filler(self.bucket, file, self.folder / file),
         )
 
     def verify(self) -> None:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from jaxscale.bucket_files import BucketFile
 from jaxscale.config import register
 from jaxscale.data.documents import TextCorpus
-from jaxscale.data.files import Files, file_identity, files_key, matching, read_text
+from jaxscale.data.files import File, Files, file_identity, files_key, loaded, matching, read_text
 from jaxscale.data.pieces import PIECE, Piece
 from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.errors import DataError
@@ -33,20 +34,22 @@ class FileCorpus(TextCorpus):
         dropped = () if self.duplicates == "keep" else (self.duplicates,)
         return files_key(self.files(), tokenizer.fingerprint, *dropped)
 
-    def total(self) -> int:
-        """Return the bytes of all files."""
-        return sum(path.stat().st_size for _, path in self.files())
+    def total(self) -> int | None:
+        """Return the bytes of all files; `None` if they are in a bucket."""
+        files = [file for _, file in self.files()]
+        on_disk = [file for file in files if isinstance(file, Path)]
+        return sum(map(_size, on_disk)) if len(on_disk) == len(files) else None
 
     def pieces(self) -> Iterator[Piece]:
         """Yield consecutive files of 4 MB together, or one larger file."""
         some: Files = []
         size = 0
-        for name, path in self.files():
-            if some and size + path.stat().st_size > PIECE:
+        for name, file in loaded(self.files()):
+            if some and size + _size(file) > PIECE:
                 yield _piece(some, size)
                 some, size = [], 0
-            some.append((name, path))
-            size += path.stat().st_size
+            some.append((name, file))
+            size += _size(file)
         yield _piece(some, size)
 
     def texts_of(self, piece: Piece) -> Iterator[tuple[str, str]]:
@@ -56,6 +59,10 @@ class FileCorpus(TextCorpus):
     def place(self, piece: Piece, name: str) -> str:
         """Return the path of a document's file."""
         return str(dict(piece.records)[name])
+
+
+def _size(file: File) -> int:
+    return len(file.read_bytes()) if isinstance(file, BucketFile) else file.stat().st_size
 
 
 def _piece(files: Files, size: int) -> Piece:
@@ -93,8 +100,8 @@ class PythonStdlib(FileCorpus):
     def files(self) -> Files:
         """Return the library's modules."""
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = [(path.relative_to(root).as_posix(), path) for path in root.rglob("*.py") if path.is_file()]
-        files = sorted((name, path) for name, path in files if _is_code(name))
+        paths = [(path.relative_to(root).as_posix(), path) for path in root.rglob("*.py") if path.is_file()]
+        files: Files = [*sorted((name, path) for name, path in paths if _is_code(name))]
         if not files:
             raise DataError(f"this Python has no library source in {root}; use text_files(glob) instead.")
         return files
@@ -110,8 +117,8 @@ class TextFiles(FileCorpus):
     """UTF-8 files that match a glob; each file is a document.
 
     Args:
-      glob: pattern of the files, with `~`, `*` and `**`. A document's name, which decides its split, is its path below
-        the folder above the first wildcard.
+      glob: pattern of the files, with `~`, `*` and `**`, also in a bucket. A document's name, which decides its split,
+        is its path below the folder above the first wildcard.
       heldout: fraction of files held out; a single file is never divided, so it has no held-out part.
       duplicates: whether to "keep" or "drop" files with the content of an earlier one.
       processes: number of processes that tokenize; `None` is one for each core.

@@ -180,8 +180,8 @@ class TokenArrays:
         heldout = self.arrays(self.heldout)
         if split == "heldout":
             return heldout
-        excluded = {array.path.resolve() for array in heldout}
-        arrays = [array for array in arrays if array.path.resolve() not in excluded]
+        excluded = {array.place for array in heldout}
+        arrays = [array for array in arrays if array.place not in excluded]
         if not arrays:
             raise DataError(
                 f"{self.name}.heldout = {self.heldout!r} matches every file of {files!r}, so there is "
@@ -205,17 +205,8 @@ def patterns_of(patterns: Patterns) -> tuple[str, ...]:
 
     Args:
       patterns: one pattern, or several.
-
-    Raises:
-      DataError: one is a URL.
     """
-    every = (patterns,) if isinstance(patterns, str) else tuple(patterns)
-    for pattern in every:
-        if "://" in pattern:
-            raise DataError(
-                f"{pattern} is not on this machine, but files are mapped into memory; copy them to a local disk."
-            )
-    return every
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
 def check_distinct(arrays: list[TokenArray]) -> list[TokenArray]:
@@ -227,10 +218,9 @@ def check_distinct(arrays: list[TokenArray]) -> list[TokenArray]:
     Raises:
       DataError: two are of the same file.
     """
-    seen: set[Path] = set()
+    seen: set[str] = set()
     for array in arrays:
-        path = array.path.resolve()
-        if path in seen:
+        if array.place in seen:
             raise DataError(f"{array.path} matches two patterns; name each file once, and use mixture() for weights.")
-        seen.add(path)
+        seen.add(array.place)
     return arrays

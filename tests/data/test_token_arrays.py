@@ -234,7 +234,6 @@ def test_a_damaged_dataset_of_megatron_is_refused_in_one_sentence(tmp_path, dama
         (lambda p: None, {"eos": 100}, "eos = 100 is not an id"),
         (lambda p: None, {"vocab_size": None, "eos": None}, "pass the tokenizer, or set bin_tokens.vocab_size"),
         (lambda p: None, {"format": "llmc"}, "did you mean 'llm.c'"),
-        (lambda p: None, {"glob": "s3://bucket/*.bin"}, "copy them to a local disk"),
         (lambda p: None, {"heldout": None}, "heldout = None does not name files; .*, or a fraction"),
         (lambda p: None, {"glob": ()}, r"glob = \(\) does not name files"),
         (lambda p: None, {"eos": "x"}, "eos = 'x' is not a whole number"),

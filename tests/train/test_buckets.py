@@ -102,9 +102,7 @@ def test_a_run_on_a_disk_can_be_copied_into_a_bucket_and_back(whole, tmp_path, u
 LONG = pytest.mark.long
 
 
-@pytest.mark.parametrize(
-    "damage", ["flip", *(pytest.param(d, marks=LONG) for d in ("truncate", "delete", "manifest"))]
-)
+@pytest.mark.parametrize("damage", ["flip", *(pytest.param(d, marks=LONG) for d in ("truncate", "delete", "manifest"))])
 def test_damage_is_noticed_and_training_goes_on_from_the_checkpoint_before(damage, tmp_path, whole, capfd):
     url = f"s3://runs/{tmp_path.name}/run"
     js.fit(run=url, until=4, **SETTINGS)
@@ -291,9 +289,9 @@ def test_a_token_file_in_a_bucket_is_fetched_chunk_by_chunk(tmp_path, monkeypatc
     read = Bucket.read
     fetched = []
 
-    def counted(self, key, start=None, stop=None):
+    def counted(self, key, start=None, stop=None, **options):
         fetched.append((key, start))
-        return read(self, key, start, stop)
+        return read(self, key, start, stop, **options)
 
     monkeypatch.setattr(Bucket, "read", counted)
     ours = js.data.token_file(url).source(tokenizer, seq_len=64, split="train")

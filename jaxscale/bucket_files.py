@@ -1,0 +1,220 @@
+"""Single objects of a bucket as files: found by patterns, and read in blocks, so that none is in memory as a whole."""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import functools
+import glob as globbing
+import hashlib
+import io
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from jaxscale.buckets import Bucket, BucketError, OutOfRange, normalized
+from jaxscale.working_copy import copy_of
+
+BLOCK = 2**22
+"""Bytes that are requested at a time from a file that is read from its beginning to its end."""
+
+
+HEAD = 64
+"""Bytes at the beginning of a file that are remembered."""
+
+
+@dataclass(frozen=True)
+class BucketFile:
+    """An object of a bucket.
+
+    Args:
+      bucket: the folder that it is in.
+      key: its name, relative to the folder.
+      generation: its generation; reading another one is an error.
+      content: its bytes, if they were read already.
+    """
+
+    bucket: Bucket
+    key: str
+    generation: str
+    content: bytes | None = None
+
+    def __str__(self) -> str:
+        return f"{self.bucket}/{self.key}"
+
+    @property
+    def name(self) -> str:
+        """The last part of its name."""
+        return self.key.rpartition("/")[2]
+
+    @property
+    def size(self) -> int:
+        """Its bytes; raises as `Bucket.read`."""
+        return _size(self.bucket, self.key, self.generation)
+
+    @property
+    def head(self) -> bytes:
+        """Its first `HEAD` bytes; raises as `Bucket.read`."""
+        return _head(self)
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return the bytes from `start` to `stop`, or fewer at its end.
+
+        Args:
+          start: first byte.
+          stop: byte after the last.
+
+        Raises:
+          OSError: the request failed, or the object has changed.
+        """
+        try:
+            return self.bucket.read(self.key, start, stop, generation=self.generation)
+        except OutOfRange as e:
+            end = self.size if e.size is None else e.size
+        return self.bucket.read(self.key, start, end, generation=self.generation) if start < end else b""
+
+    def read_bytes(self) -> bytes:
+        """Return all of it; raises as `read`."""
+        if self.content is not None:
+            return self.content
+        return self.bucket.read(self.key, generation=self.generation)
+
+    def loaded(self) -> BucketFile:
+        """Return the file with its content; raises as `read`."""
+        return replace(self, content=self.read_bytes())
+
+    def open(self, buffer: int = BLOCK) -> IO[bytes]:
+        """Return a stream that can seek.
+
+        Args:
+          buffer: bytes that are requested at a time; 0 requests what each call of `read` asks for.
+        """
+        stream = _Stream(self)
+        return io.BufferedReader(stream, buffer) if buffer else stream  # type: ignore[return-value]
+
+    def copied(self) -> Path:
+        """Return a copy on this machine's disk, made block by block if there is none of this generation.
+
+        Raises:
+          OSError: a request failed, or the copy cannot be written.
+        """
+        path = self.place()
+        if not path.exists():
+            partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.partial")
+            try:
+                with self.open() as source, partial.open("wb") as target:
+                    while block := source.read(BLOCK):
+                        target.write(block)
+                os.replace(partial, path)
+            finally:
+                partial.unlink(missing_ok=True)
+        return path
+
+    def place(self) -> Path:
+        """Return where its copy is on this machine, which need not exist; copies of other generations are removed.
+
+        Raises:
+          OSError: the folder cannot be made.
+        """
+        mark = hashlib.sha256(f"{self} {self.generation}".encode()).hexdigest()[:16]
+        folder = copy_of(str(self)).with_name(f".{self.name}.{mark}")
+        if not folder.exists():
+            for old in folder.parent.glob(f".{globbing.escape(self.name)}.{'[0-9a-f]' * 16}"):
+                shutil.rmtree(old, ignore_errors=True)
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder / self.name
+
+
+@functools.lru_cache(maxsize=2**16)
+def _size(bucket: Bucket, key: str, generation: str) -> int:
+    return bucket.size(key)
+
+
+@functools.lru_cache(maxsize=2**16)
+def _head(file: BucketFile) -> bytes:
+    return file.read(0, HEAD)
+
+
+class _Stream(io.RawIOBase):
+    """An unbuffered stream of a `BucketFile`."""
+
+    def __init__(self, file: BucketFile):
+        self.file, self.name, self._at = file, str(file), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (self._at if whence == io.SEEK_CUR else self.file.size if whence == io.SEEK_END else 0)
+        return self._at
+
+    def readinto(self, target: Any) -> int:
+        view = memoryview(target).cast("B")
+        data = self.file.read(self._at, self._at + len(view)) if len(view) else b""
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def file_at(url: str | Path) -> BucketFile:
+    """Return an object.
+
+    Args:
+      url: its URL.
+
+    Raises:
+      FileNotFoundError: it does not exist.
+      BucketError: the request failed.
+    """
+    folder, _, name = normalized(url).rpartition("/")
+    bucket = Bucket(folder)
+    return BucketFile(bucket, name, bucket.generation(name))
+
+
+def matching_objects(pattern: str) -> tuple[Bucket, list[tuple[str, BucketFile]]]:
+    """Return the folder above a pattern's first wildcard, and the objects that match, with their names relative to it.
+
+    Args:
+      pattern: a URL with `*`, `?`, `[...]` and `**`, which stands for any number of folders, as for `glob`.
+
+    Raises:
+      BucketError: the request failed, or the bucket's name has a wildcard.
+    """
+    scheme, _, bucket, *parts = normalized(pattern).split("/")
+    if globbing.has_magic(bucket):
+        raise BucketError(errno.EINVAL, f"{pattern}: write the bucket's name without a wildcard")
+    wild = next((i for i, part in enumerate(parts) if globbing.has_magic(part)), len(parts) - 1)
+    root = Bucket("/".join([f"{scheme}//{bucket}", *parts[: max(wild, 0)]]))
+    rest = parts[max(wild, 0) :]
+    if rest and not globbing.has_magic(rest[0]):
+        keys = [rest[0]] if root.exists(rest[0]) else []
+    else:
+        begin = re.match(r"[^*?[]*", rest[0] if rest else "")
+        assert begin is not None
+        keys = [key for key in root.list(begin[0]) if rest and _matches(key.split("/"), rest)]
+    return root, [(k, BucketFile(root, k, g)) for k, g in zip(keys, root.each(root.generation, keys), strict=True)]
+
+
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether the parts of a key match those of a pattern; as for `glob`, `*` leaves out names that begin with a dot.
+
+    An object whose key ends with a slash stands for a folder and never matches.
+    """
+    if not pattern or not parts:
+        return not pattern and not parts
+    if not parts[0] or (parts[0].startswith(".") and not pattern[0].startswith(".")):
+        return False
+    if pattern[0] != "**":
+        return fnmatch.fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
+    return len(parts) == 1 >= len(pattern) or _matches(parts[1:], pattern) or _matches(parts, pattern[1:])

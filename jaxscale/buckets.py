@@ -299,7 +299,8 @@ class Bucket:
 
     def _wait(self, request: Callable[[Any], Any], doing: str) -> Any:
         try:
-            return request(_open(*self.url.split("/")[0:3:2], *_server())).result(timeout=PATIENCE)
+            scheme, _, bucket = self.url.split("/")[:3]
+            return request(_open(scheme, bucket, *_server(scheme))).result(timeout=PATIENCE)
         except (ValueError, RuntimeError, NotImplementedError, TimeoutError, KeyError) as e:
             raise self._error(e, doing) from None
 
@@ -351,9 +352,24 @@ def failure(kind: type[E], e: BucketError, message: str | None = None, *, runnin
 _environment = threading.Lock()
 
 
-def _server() -> tuple[str | None, str | None]:
-    """Return the S3 server and the region in the environment."""
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+def server(scheme: str) -> str:
+    """Return the server that the environment names in place of Amazon's or Google's, as part of a folder's name.
+
+    Args:
+      scheme: "s3" or "gs".
+
+    Returns:
+      such as "localhost-9000" for AWS_ENDPOINT_URL=http://localhost:9000; empty for the provider's own server.
+    """
+    url = _server(f"{scheme}:")[0] or ""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", url.partition("://")[2] or url).strip("-.").lower()
+
+
+def _server(scheme: str) -> tuple[str | None, str | None]:
+    """Return the server and the region in the environment."""
+    if scheme == "gs:":
+        return os.environ.get("STORAGE_EMULATOR_HOST") or None, None
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
     return endpoint, os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
 
 
@@ -367,9 +383,8 @@ def _open(scheme: str, bucket: str, endpoint: str | None, region: str | None) ->
         # a server that sends nothing for a minute counts as lost, and the request is repeated
         os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "60")
         os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
-        emulator = os.environ.get("STORAGE_EMULATOR_HOST")
-        if emulator:
-            os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", emulator)
+        if scheme == "gs:" and endpoint is not None:
+            os.environ["TENSORSTORE_GCS_HTTP_URL"] = endpoint if "://" in endpoint else f"http://{endpoint}"
     import tensorstore as ts
 
     driver = {"s3:": "s3", "gs:": "gcs"}[scheme]

@@ -9,6 +9,7 @@ from pathlib import Path
 from jaxscale import reading
 from jaxscale.errors import AlteredFile, DamagedFile
 from jaxscale.seals import open_json
+from jaxscale.working_copy import as_named
 
 FILE = "digests.json"
 _BODY = "files"
@@ -40,11 +41,11 @@ def listed(folder: Path) -> dict[str, list[str]]:
     except FileNotFoundError:
         return {}
     except OSError as e:
-        raise AlteredFile(f"{path} cannot be read: {e.strerror}; restore it from a copy") from None
+        raise AlteredFile(f"{as_named(path)} cannot be read: {e.strerror}; restore it from a copy") from None
     except DamagedFile as e:
-        raise AlteredFile(f"{path} is not what was written: {e}; {_remedy(folder)}") from None
+        raise AlteredFile(f"{as_named(path)} is not what was written: {e}; {_remedy(folder)}") from None
     if not isinstance(files, dict) or not all(isinstance(valid, list) for valid in files.values()):
-        raise AlteredFile(f"{path} has no object of lists called {_BODY}; restore it from a copy")
+        raise AlteredFile(f"{as_named(path)} has no object of lists called {_BODY}; restore it from a copy")
     return files
 
 
@@ -64,11 +65,11 @@ def faults(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]:
             data = reading.read_bytes(folder / name)
         except OSError as e:
             if name in valid:
-                messages[name] = f"{folder / name} cannot be read: {e.strerror}; {_remedy(folder)}"
+                messages[name] = f"{as_named(folder / name)} cannot be read: {e.strerror}; {_remedy(folder)}"
             continue
         if name in valid and digest(data) not in valid[name]:
             why = f"its SHA-256 is not that in {FILE}"
-            messages[name] = f"{folder / name} is not what was written: {why}; {_remedy(folder)}"
+            messages[name] = f"{as_named(folder / name)} is not what was written: {why}; {_remedy(folder)}"
     return messages
 
 
@@ -84,6 +85,6 @@ def check(folder: Path, names: Iterable[str] | None = None) -> None:
 
 def _remedy(folder: Path) -> str:
     return (
-        f"if you edited it, accept the edit with --accept-edits, as in jaxscale checkpoint verify {folder} "
+        f"if you edited it, accept the edit with --accept-edits, as in jaxscale checkpoint verify {as_named(folder)} "
         "--accept-edits; if not, the file is damaged: restore it from a copy"
     )

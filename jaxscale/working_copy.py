@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxscale.buckets import Bucket, BucketError, failure, is_url, normalized
+from jaxscale.buckets import Bucket, BucketError, failure, is_url, normalized, server
 from jaxscale.errors import RunError
 
 log = logging.getLogger("jaxscale")
@@ -43,7 +43,7 @@ SMALL = 8 * 2**20
 _FRESH = 5.0
 """Seconds for which a working copy is not compared with the bucket again."""
 
-_fetched: dict[str, float] = {}
+_fetched: dict[Path, float] = {}
 
 
 def cache_root() -> Path:
@@ -55,9 +55,11 @@ def copy_of(url: str | Path) -> Path:
     """Return the path of the working copy of a folder in a bucket, which need not exist.
 
     Args:
-      url: the folder's URL.
+      url: the folder's URL; a server that the environment names is part of the path.
     """
-    return cache_root() / normalized(url).replace("://", "/")
+    scheme, _, rest = normalized(url).partition("://")
+    where = server(scheme)
+    return cache_root() / (f"{scheme}@{where}" if where else scheme) / rest
 
 
 def url_of(path: str | Path) -> str | None:
@@ -65,12 +67,24 @@ def url_of(path: str | Path) -> str | None:
 
     Args:
       path: a path of this machine.
+
+    Raises:
+      RunError: it is the working copy of a bucket on another server than the environment names.
     """
     path = Path(path).resolve()
     if cache_root() not in path.parents:
         return None
-    scheme, *rest = path.relative_to(cache_root()).parts
-    return f"{scheme}://{'/'.join(rest)}" if rest else None
+    first, *rest = path.relative_to(cache_root()).parts
+    scheme, _, where = first.partition("@")
+    if not rest:
+        return None
+    if where != server(scheme):
+        raise RunError(
+            f"{path} is a working copy of {scheme}://{'/'.join(rest)} on {where or 'its provider'}, and the "
+            f"environment names {server(scheme) or 'no other server'}; name the URL, and set AWS_ENDPOINT_URL or "
+            "STORAGE_EMULATOR_HOST as before"
+        )
+    return f"{scheme}://{'/'.join(rest)}"
 
 
 def as_named(path: str | Path) -> str:
@@ -79,7 +93,10 @@ def as_named(path: str | Path) -> str:
     Args:
       path: a path of this machine.
     """
-    return url_of(path) or str(path)
+    try:
+        return url_of(path) or str(path)
+    except RunError:
+        return str(path)
 
 
 def inside(path: str | Path, name: str) -> str | Path:
@@ -105,22 +122,26 @@ def local(path: str | Path, *, update: bool = True) -> Path:
     """
     if not is_url(path):
         return Path(path)
-    url, copy = normalized(path), copy_of(path)
-    if update and time.monotonic() - _fetched.get(url, -_FRESH) > _FRESH:
-        try:
-            _fetch(Bucket(url), copy)
-        except BucketError as e:
-            raise failure(RunError, e) from None
-        except OSError as e:
-            raise RunError(f"cannot write the working copy {copy} of {url}: {e.strerror}; set JAXSCALE_CACHE") from None
-        _fetched[url] = time.monotonic()
+    copy = copy_of(path)
+    if update and time.monotonic() - _fetched.get(copy, -_FRESH) > _FRESH:
+        if not _in_use(copy):
+            _update(Bucket(path), copy)
+        _fetched[copy] = time.monotonic()
     return copy
 
 
+def _update(bucket: Bucket, copy: Path) -> None:
+    """Bring a working copy up to date; raises `RunError`."""
+    try:
+        _fetch(bucket, copy)
+    except BucketError as e:
+        raise failure(RunError, e) from None
+    except OSError as e:
+        raise RunError(f"cannot write the working copy {copy} of {bucket}: {e.strerror}; set JAXSCALE_CACHE") from None
+
+
 def _fetch(bucket: Bucket, copy: Path) -> None:
-    """Download changed files, and delete files that were deleted; leaves what a local process is writing."""
-    if _in_use(copy):
-        return
+    """Download changed files, and delete files that were deleted."""
     keys = [key for key in bucket.list() if _is_small(key)]
     folders = {"/".join(key.split("/")[:n]) for key in keys for n in range(1, key.count("/") + 1)}
     for key in folders.intersection(keys):
@@ -198,7 +219,12 @@ class Mirror:
     Args:
       folder: the working copy.
       url: where it is uploaded to.
+
+    Attributes:
+      behind: whether, when this process became the writer, the folder had files that were not uploaded.
     """
+
+    behind = False
 
     def __init__(self, folder: Path, url: str):
         self.folder, self.bucket = folder, Bucket(url)
@@ -208,8 +234,12 @@ class Mirror:
         self._id = os.urandom(8).hex()
         self._thread = threading.Thread(target=self._run, name=f"upload to {url}", daemon=True)
 
-    def start(self) -> None:
+    def start(self, update: bool = False) -> None:
         """Become the folder's writer and start uploading.
+
+        Args:
+          update: whether to bring the folder up to date once more, since the writer before this one may have uploaded
+            files until now.
 
         Raises:
           RunError: the bucket cannot be written.
@@ -218,6 +248,10 @@ class Mirror:
             self.become_writer()
         except BucketError as e:
             raise failure(RunError, e) from None
+        if update:
+            _update(self.bucket, self.folder)
+            self._record = _read_record(self.folder)
+        self.behind = any(key not in DELETED for key, _ in self._changed())
         self._thread.start()
 
     def become_writer(self) -> None:
@@ -272,7 +306,7 @@ class Mirror:
                 return
             pause = max(PERIOD, 100 * (time.monotonic() - began))
 
-    def _upload(self) -> None:
+    def _check_writer(self) -> None:
         try:
             writer = self.bucket.read(WRITER).decode(errors="replace")
         except FileNotFoundError:
@@ -280,6 +314,9 @@ class Mirror:
         if writer != self._id:
             why = f"another run has begun to write into {self.bucket}; this one stops, so that neither overwrites the "
             raise BucketError(errno.EEXIST, f"{why}other: use a folder of its own for each")
+
+    def _upload(self) -> None:
+        self._check_writer()
         stats = dict(self._changed())
         small: dict[str, bytes] = {}
         for key, (size, _) in stats.items():
@@ -291,15 +328,19 @@ class Mirror:
             digests = (self.folder / "digests.json").read_bytes()
             if "digests.json" in stats:
                 self._send("digests.json", digests, stats)
-        for key in [key for key in stats if key != "digests.json"]:
+        for key in sorted(stats.keys() - {"digests.json"}, key=lambda key: stats[key]):  # the smallest first
             with contextlib.suppress(FileNotFoundError):
                 self._send(key, small.pop(key, None), stats)
         for key in [key for key in self._record if key in DELETED and not (self.folder / key).exists()]:
             self.bucket.delete(key)
             del self._record[key]
+        if stats:  # another writer brings its copy up to date after it wrote its mark: it has seen all of this
+            self._check_writer()
 
     def _send(self, key: str, data: bytes | None, stats: dict[str, list[int]]) -> None:
-        data = (self.folder / key).read_bytes() if data is None else data
+        if data is None:  # a large file, before which others may have taken long
+            self._check_writer()
+            data = (self.folder / key).read_bytes()
         self._record[key] = [*stats[key], self.bucket.write(key, data)]
         with contextlib.suppress(OSError):  # a full disk is reported by what writes there
             _write_record(self.folder, self._record)
@@ -362,6 +403,8 @@ def upload(folder: Path) -> None:
 class NoMirror:
     """Stands for a `Mirror` where nothing is uploaded."""
 
+    behind = False
+
     def check(self) -> None:
         """Do nothing."""
 
@@ -370,12 +413,13 @@ class NoMirror:
 
 
 @contextlib.contextmanager
-def mirrored(folder: Path, active: bool = True) -> Iterator[Mirror | NoMirror]:
+def mirrored(folder: Path, active: bool = True, *, update: bool = False) -> Iterator[Mirror | NoMirror]:
     """Upload a working copy while the context is active, and at its end, however it ends.
 
     Args:
       folder: the folder; nothing is done if it is not a working copy.
       active: whether this process writes the small files.
+      update: whether to bring it up to date first; its caller has locked it, and has no file in it open.
 
     Raises:
       RunError: an upload failed, unless the context ends with another error.
@@ -385,7 +429,7 @@ def mirrored(folder: Path, active: bool = True) -> Iterator[Mirror | NoMirror]:
         yield NoMirror()
         return
     mirror = Mirror(folder, url)
-    mirror.start()
+    mirror.start(update)
     try:
         yield mirror
     except BaseException:
@@ -393,6 +437,3 @@ def mirrored(folder: Path, active: bool = True) -> Iterator[Mirror | NoMirror]:
             mirror.close()
         raise
     mirror.close()
-
-
-

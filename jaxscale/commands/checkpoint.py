@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxscale.commands.shared import TEXT, accept_argument, no_bindings
-from jaxscale.errors import CheckpointError, JaxscaleError
+from jaxscale.errors import CheckpointError, DamagedCheckpoint, JaxscaleError
 from jaxscale.working_copy import as_named, inside, local, url_of
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         return _verify(args)
     checkpoints = checkpoints_in(args.run)
     steps = checkpoints.steps()
+    if not steps and args.action_command is _list and _print_unfinished(checkpoints):
+        return 0
     if not steps:
         why = "has no finished checkpoint" if local(args.run).is_dir() else "does not exist"
         raise CheckpointError(f"{args.run} {why}; name a run folder, such as runs/demo-1")
@@ -62,7 +64,7 @@ def _list(checkpoints: Checkpoints, steps: list[int], args: argparse.Namespace) 
     for step in steps:
         try:
             about = checkpoints.manifest(step)
-        except JaxscaleError as e:
+        except DamagedCheckpoint as e:
             print(e)
             continue
         size = sum(map(_bytes, about["leaves"].values()))
@@ -75,10 +77,12 @@ def _list(checkpoints: Checkpoints, steps: list[int], args: argparse.Namespace) 
     return 0
 
 
-def _print_unfinished(checkpoints: Checkpoints) -> None:
-    others = checkpoints.place.unfinished()
+def _print_unfinished(checkpoints: Checkpoints) -> bool:
+    """Print the checkpoints that are not finished or were set aside; returns whether there are any."""
+    others = checkpoints.unfinished()
     if others:
         print(f"not finished, or set aside: {', '.join(others)}")
+    return bool(others)
 
 
 def _show(checkpoints: Checkpoints, steps: list[int], args: argparse.Namespace) -> int:
@@ -126,7 +130,7 @@ def _verify(args: argparse.Namespace) -> int:
         print(f"{altered} of {len(files)} small files are not what was written")
     lost = [path / CONFIG for path in runs if (path / INFO).is_file() and not os.path.lexists(path / CONFIG)]
     for config in lost:
-        print(f"{config} is missing, and the run cannot be rebuilt without it; restore it from a copy")
+        print(f"{as_named(config)} is missing, and the run cannot be rebuilt without it; restore it from a copy")
     replaced = [place for place in places if os.path.lexists(place) and not place.is_dir()]
     for place in replaced:
         print(f"{place} is not a folder, so that it has no checkpoints; restore it from a copy")
@@ -154,7 +158,7 @@ def _verify_checkpoints(checkpoints: Checkpoints, steps: list[int]) -> int:
         try:
             about = checkpoints.manifest(step)
             faults = list(checkpoints.arrays(step).faults())
-        except CheckpointError as e:
+        except DamagedCheckpoint as e:  # another error says nothing about its files, and ends the command
             about, faults = {}, [str(e)]
         for fault in faults:
             print(fault)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from jaxscale.buckets import is_url
 from jaxscale.errors import ConfigError, LayoutError, near
 from jaxscale.other_names import same
 
@@ -50,6 +51,7 @@ def accept(args: argparse.Namespace) -> None:
       AlteredFile: a file cannot be read.
     """
     from jaxscale.train.files import accept_edits
+    from jaxscale.working_copy import as_named
 
     if getattr(args, "distributed", None) is not None:
         raise ConfigError(
@@ -57,12 +59,14 @@ def accept(args: argparse.Namespace) -> None:
         )
     names = [getattr(args, name, None) for name in ("run", "resume", "start", "config", "table")]
     names += getattr(args, "runs", None) or []
-    folders = [Path(p) for name in names if name for p in [name, *sorted(glob.glob(name))] if Path(p).is_dir()]
+    folders: list[str | Path] = [name for name in names if name and is_url(name)]
+    on_disk = [name for name in names if name and name not in folders]
+    folders += [Path(p) for name in on_disk for p in [name, *sorted(glob.glob(name))] if Path(p).is_dir()]
     if not folders:
         raise ConfigError("--accept-edits needs the folder of a run or a sweep; name one")
     for folder in dict.fromkeys(folders):
         for path in accept_edits(folder):
-            print(f"jaxscale: accepted the edit of {path}", file=sys.stderr)
+            print(f"jaxscale: accepted the edit of {as_named(path)}", file=sys.stderr)
 
 
 def config_arguments(parser: argparse.ArgumentParser) -> None:

@@ -32,7 +32,7 @@ from jaxscale.train.checkpoints.write import Save
 from jaxscale.train.files import INFO, write_json
 from jaxscale.train.folders import lock
 from jaxscale.train.run import HF, about, checkpoints_in, take_companions, write_config
-from jaxscale.working_copy import local, mirrored
+from jaxscale.working_copy import as_named, local, mirrored
 
 __all__ = ["export_checkpoint", "import_checkpoint", "read_pretrained", "write_run"]
 
@@ -127,7 +127,7 @@ def write_run(
     shardings = shardings_of(infos, config.layout)
     mark = hashlib.sha256(f"{mark} {gin_config.dumps('train', config.values())}".encode()).hexdigest()
     _claim(run.path, mark, say)
-    with lock(run.path), mirrored(run.path) as run.mirror:
+    with lock(run.path), mirrored(run.path, update=True) as run.mirror:
         if not (run.path / "run.json").is_file():
             _begin(run, {**facts, "mark": mark})
         if hf is not None:
@@ -182,12 +182,12 @@ def _claim(path: Path, mark: str, say: Callable[[str], None]) -> None:
     if info.get("status") == _UNFINISHED:
         if info.get("mark") != mark:
             raise RunError(
-                f"{path} holds an unfinished import of {info.get('source', 'something')} that began with other files "
-                "or settings; remove it, or name another folder"
+                f"{as_named(path)} holds an unfinished import of {info.get('source', 'something')} that began with "
+                "other files or settings; remove it, or name another folder"
             )
-        say(f"{path} holds an unfinished import; continuing it")
+        say(f"{as_named(path)} holds an unfinished import; continuing it")
         return
-    raise RunError(f"{path} already exists; name another folder")
+    raise RunError(f"{as_named(path)} already exists; name another folder")
 
 
 def _begin(run: Run, facts: dict[str, Any]) -> None:

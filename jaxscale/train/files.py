@@ -13,6 +13,7 @@ from typing import Any
 from jaxscale import digests, reading
 from jaxscale.errors import AlteredFile, DamagedFile, RunError
 from jaxscale.seals import Lines, open_json, open_text, seal_json, seal_line, seal_text
+from jaxscale.working_copy import as_named, local, upload_files, url_of
 
 INFO, CONFIG, TRACKERS = "run.json", "config.gin", "trackers.json"
 FILES = (
@@ -131,14 +132,15 @@ def read_gin(path: Path) -> str:
 
 def altered(path: Path, why: DamagedFile) -> AlteredFile:
     """Make the error for a file that is not what was written, with what to do about it."""
+    place = as_named(path)
     if why.content is not None:
         return AlteredFile(
-            f"{path} is not what was written: {why}; if you edited it, accept the edit with {_accepting(path)}; if you "
-            "did not, the file is damaged: restore it from a copy"
+            f"{place} is not what was written: {why}; if you edited it, accept the edit with {_accepting(path)}; if "
+            "you did not, the file is damaged: restore it from a copy"
         )
     remedy = {INFO: ", or remove it: the run continues without it"}
     remedy["outcome.json"] = ", or remove it: the trial continues from its checkpoint"
-    return AlteredFile(f"{path} is damaged: {why}; restore it from a copy{remedy.get(path.name, '')}")
+    return AlteredFile(f"{place} is damaged: {why}; restore it from a copy{remedy.get(path.name, '')}")
 
 
 def _is_sealed(path: Path) -> bool:
@@ -182,7 +184,7 @@ def states(folder: Path) -> Iterator[State]:
             try:
                 yield _state(path)
             except OSError as e:
-                yield State(path, True, f"{path} cannot be read: {e.strerror}; restore it from a copy")
+                yield State(path, True, f"{as_named(path)} cannot be read: {e.strerror}; restore it from a copy")
     yield from _listed(folder)
     if any((folder / name).is_file() for name in ("sweep.gin", "trials.jsonl")):
         for run in sorted(p for p in folder.iterdir() if p.is_dir() and p.name.isdecimal()):
@@ -195,7 +197,7 @@ def accept_edits(folder: str | Path) -> list[Path]:
     Lines of a `.jsonl` file that are not JSON are removed.
 
     Args:
-      folder: the run or sweep folder.
+      folder: the run or sweep folder, or its URL in a bucket.
 
     Returns:
       the files that were accepted.
@@ -204,8 +206,9 @@ def accept_edits(folder: str | Path) -> list[Path]:
       AlteredFile: a file is damaged and cannot be read.
       RunError: a process is at work in the folder, or it cannot be written to.
     """
-    done = []
-    faulty = [state for state in states(Path(folder)) if state.fault is not None]
+    done: list[Path] = []
+    folder = local(folder)
+    faulty = [state for state in states(folder) if state.fault is not None]
     with contextlib.ExitStack() as stack:
         for parent in dict.fromkeys((state.place or state.path).parent for state in faulty):
             for lock in (".lock", ".sweep.lock"):
@@ -215,6 +218,8 @@ def accept_edits(folder: str | Path) -> list[Path]:
                 raise AlteredFile(str(state.fault))
             write_bytes(state.place or state.path, state.accepted)
             done.append(state.path)
+        if url_of(folder) is not None:
+            upload_files(folder, [(s.place or s.path).relative_to(folder).as_posix() for s in faulty])
     return done
 
 
@@ -285,12 +290,12 @@ def altered_lines(path: Path, lines: Lines) -> AlteredFile:
     one, *more = numbers = sorted(lines.damaged)
     what = f"line {one}" if not more else f"lines {', '.join(map(str, numbers[:8]))}" + (" ..." if more[8:] else "")
     return AlteredFile(
-        f"{path}, {what}: not what was written; if you edited it, accept the edit with {_accepting(path)} (lines that "
-        "are not JSON are removed); if you did not, the file is damaged: restore it from a copy"
+        f"{as_named(path)}, {what}: not what was written; if you edited it, accept the edit with {_accepting(path)} "
+        "(lines that are not JSON are removed); if you did not, the file is damaged: restore it from a copy"
     )
 
 
 def _accepting(path: Path) -> str:
     """The option that accepts edits, with a full command."""
     folder = path.parent.parent if path.parent.name == "jobs" else path.parent
-    return f"{ACCEPT}, as in jaxscale checkpoint verify {folder} {ACCEPT}"
+    return f"{ACCEPT}, as in jaxscale checkpoint verify {as_named(folder)} {ACCEPT}"

@@ -17,6 +17,7 @@ from jaxscale.step.blueprint import settled
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.prepare import Prepared, prepare
 from jaxscale.train import agree
+from jaxscale.train.files import INFO
 from jaxscale.train.folders import choose_folder
 from jaxscale.train.goodput import Goodput
 from jaxscale.train.listener import machine
@@ -92,23 +93,27 @@ def fit(
         if config.layout is not None:
             stack.enter_context(config.layout)
         signals = stack.enter_context(stop_signals())
-        out.mirror = stack.enter_context(mirrored(folder, out.is_main))
+        new = not resuming and not (folder / INFO).exists()
+        out.mirror = stack.enter_context(mirrored(folder, out.is_main, update=run is not None and is_url(run)))
+        if new and (folder / INFO).exists():
+            raise RunError(f"another process has just begun a run in {out.place}; use a folder of its own for each")
         last = until or config.steps
         Loop(config, prepared, out, reporter, profile, last, signals, stop, services, goodput).train(resuming)
     return out
 
 
 def _folder_of(run: str | Path) -> Path:
-    """Return the run's folder, or its working copy, which process 0 brings up to date; all raise where that fails."""
+    """Return the run's folder, or its working copy, updated by a process of each machine; all raise if one does."""
     if not is_url(run):
         return Path(run)
     fault: list[Any] = ["", 0]
-    if jax.process_index() == 0:
+    machines = agree.gather(machine())
+    if machines.index(machines[jax.process_index()]) == jax.process_index():
         try:
             local(run)
         except JaxscaleError as e:
             fault = [str(e), e.code]
-    message, code = agree.broadcast(fault)
+    message, code = max(agree.gather(fault))
     if message:
         error = RunError(message)
         error.code = code

@@ -137,6 +137,9 @@ class Loop:
         self.snapshots = taker(config.snapshots, self.run.path)
         state = self.saved.first(self.snapshots, resuming)
         first = int(state.step)
+        if first == self.last and self._complete(first):
+            self.run.state = state
+            return
         if first >= self.last:
             more = "until" if self.last < config.steps else "train.steps"
             raise RunError(f"{self.run.place} has already taken {first} of {self.last} steps; raise {more} to go on")
@@ -170,6 +173,18 @@ class Loop:
         signal = self.signals.get("signal")
         self.run.stopped_by = signal if status == "stopped" and signal in STOPS else None
         self._conclude(int(state.step), status)
+
+    def _complete(self, step: int) -> bool:
+        """Upload and write what a process left undone that ended after its last checkpoint; `False` if nothing is."""
+        left = self.main and (self.run.mirror.behind or self.checkpoints.behind() or self.record.is_open())
+        if not agree.broadcast(left):
+            return False
+        self._phase(step, "end of the last save", disk=True)
+        self.checkpoints.close()
+        if self.main:
+            self.record.complete(self._status(step), step)
+        self.reporter.say(f"{self.run.place} has all {step} steps; what was not written or uploaded at its end is now")
+        return True
 
     def _conclude(self, step: int, status: str) -> None:
         """Draw the loss, then print a sample, or why the run is unfinished."""

@@ -103,6 +103,22 @@ class Record:
         write_json(self.run.path / INFO, info)
         self._written = info
 
+    def is_open(self) -> bool:
+        """Whether `run.json` does not say that the run ended well."""
+        return not (self.run.path / INFO).exists() or self.run.info.get("status") in ("running", "failed")
+
+    def complete(self, status: str, step: int) -> None:
+        """Write `run.json` and the picture of a run that took its last step in an earlier process; as `status`.
+
+        Args:
+          status: "finished" or "paused".
+          step: the run's step.
+        """
+        if (self.run.path / INFO).exists():
+            self.goodput.resumed(self.run.info, self.run.metrics(), step)
+        self.status(status, step)
+        self.picture()
+
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Append a sampled text to `samples.jsonl`, which comparisons of runs read."""
         if self.run.is_main:

@@ -334,12 +334,12 @@ def read_config(path: str | Path, bindings: Sequence[str] = (), *, replaced: Col
     try:
         text = read_gin(file)
     except OSError as e:
-        raise RunError(f"{file} cannot be read: {e.strerror}") from None
+        raise RunError(f"{as_named(file)} cannot be read: {e.strerror}") from None
     lost = [name for name in gin_config.lost(text) if name.split(".")[1:2] and name.split(".")[1] not in replaced]
     if lost:
         raise RunError(
-            f"{file} does not hold {', '.join(lost)}, which came from Python; resume the run from Python with "
-            f"jaxscale.fit({lost[0].split('.')[1]}=..., run={str(path)!r}, resume=True)"
+            f"{as_named(file)} does not hold {', '.join(lost)}, which came from Python; resume the run from Python "
+            f"with jaxscale.fit({lost[0].split('.')[1]}=..., run={as_named(path)!r}, resume=True)"
         )
     with gin_config.isolated():
         try:
@@ -362,7 +362,7 @@ def read_config(path: str | Path, bindings: Sequence[str] = (), *, replaced: Col
             tail = unread[0].rsplit("/", 1)[-1]
             same = [name for name in known if name.endswith(f"/{tail}")]
             hint = f"; in this run it is called {' or '.join(same)}" if same else near(unread[0], known)
-            raise ConfigError(f"nothing in {file} reads the binding {unread[0]}{hint}")
+            raise ConfigError(f"nothing in {as_named(file)} reads the binding {unread[0]}{hint}")
     return config  # type: ignore[return-value]
 
 

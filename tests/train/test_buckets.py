@@ -17,8 +17,13 @@ import jaxscale as js
 from jaxscale import buckets, working_copy
 from jaxscale.buckets import Bucket, BucketError
 from jaxscale.cli import main
-from jaxscale.errors import LOST, MISTAKE, CheckpointError, ConfigError, DataError, RunError
+from jaxscale.errors import LOST, MISTAKE, AlteredFile, CheckpointError, ConfigError, DataError, RunError
+from jaxscale.train.checkpoints import places
 from jaxscale.train.checkpoints.bucket_places import BucketFiles, BucketPlace
+from jaxscale.train.checkpoints.places import DiskPlace
+from jaxscale.train.checkpoints.staged import StagedCheckpoints
+from jaxscale.train.checkpoints.store import Checkpoints
+from jaxscale.train.files import read_json, write_json
 from tests.truth.servers import failing, object_stores
 
 pytest.importorskip("moto", reason="needs moto[server] and gcp-storage-emulator")
@@ -351,3 +356,166 @@ def test_what_others_put_beside_checkpoints_stays_and_reports_do_not_stop_a_run(
         (copy / "config.gin").unlink()  # a scratch disk is cleaned up
         (copy / "report.html").unlink()
     assert Bucket(f"{url}-2").list() == [".writer", "config.gin"]
+
+
+def copied(run, url, **replaced):
+    """Copy a run into a bucket, with other entries in its run.json."""
+    for file in run.path.rglob("*"):
+        if file.is_file() and not file.name.startswith("."):
+            Bucket(url).write(file.relative_to(run.path).as_posix(), file.read_bytes() or b" ")
+    if replaced:
+        changed = run.path.parent / "run.json"
+        write_json(changed, {**read_json(run.path / "run.json"), **replaced})
+        Bucket(url).write("run.json", changed.read_bytes())
+    return url
+
+
+@pytest.fixture(scope="module")
+def copy(whole, stores):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in stores.items():
+            patch.setenv(name, value)
+        return copied(whole, "s3://runs/copied/run")
+
+
+def test_files_that_the_writer_before_uploaded_late_are_not_overwritten(tmp_path, monkeypatch):
+    url = f"s3://runs/{tmp_path.name}/folder"
+    Bucket(url).write("metrics.jsonl", b"1\n")
+    copy = working_copy.local(url)
+    before = working_copy.Mirror(copy, url)
+    before.become_writer()
+    Bucket(url).write("metrics.jsonl", b"1\n2\n")  # the other process, after this one has read the folder
+    with working_copy.mirrored(copy, update=True):
+        assert (copy / "metrics.jsonl").read_bytes() == b"1\n2\n"
+        (copy / "metrics.jsonl").write_bytes(b"1\n2\n3\n")
+    assert Bucket(url).read("metrics.jsonl") == b"1\n2\n3\n"
+
+    writer = working_copy.Mirror(copy, url)
+    writer.become_writer()
+    monkeypatch.setattr(working_copy, "SMALL", 8)
+    for name in ("a", "large"):
+        (copy / name).write_bytes(name.encode() * (9 if name == "large" else 1))
+    write = Bucket.write
+
+    def interrupted(self, key, data, **options):
+        write(self, key, data, **options)
+        if key == "a":
+            write(self, working_copy.WRITER, b"somebody else")
+
+    monkeypatch.setattr(Bucket, "write", interrupted)
+    with pytest.raises(BucketError, match="another run has begun to write"):
+        writer.flush()
+    assert not Bucket(url).exists("large")
+    with pytest.raises(BucketError, match="another run has begun to write"):
+        (copy / "a").write_bytes(b"aa")
+        (copy / "large").unlink()
+        writer.become_writer()
+        writer.flush()  # so that no checkpoint is finished whose metrics the next writer may not have seen
+
+
+def test_a_run_whose_last_upload_failed_is_completed_when_it_is_started_again(tmp_path, whole):
+    url = copied(whole, f"s3://runs/{tmp_path.name}/run", status="running")
+    again = js.fit(run=url, resume=True, quiet=True)
+    assert json.loads(Bucket(url).read("run.json"))["status"] == again.info["status"] == "finished"
+    write_json(again.path / "run.json", {**again.info, "mark": "was not uploaded"})
+    js.fit(run=url, resume="newest", **SETTINGS)
+    assert json.loads(Bucket(url).read("run.json"))["status"] == "finished"
+
+
+def test_servers_have_working_copies_of_their_own(monkeypatch):
+    copies = {working_copy.copy_of("s3://b/run")}
+    mine = working_copy.copy_of("s3://b/run")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://Minio.example.com:9000/")
+    copies.add(working_copy.copy_of("s3://b/run"))
+    assert "s3@minio.example.com-9000/b/run" in str(working_copy.copy_of("s3://b/run"))
+    with pytest.raises(RunError, match="is a working copy of s3://b/run on 127.*the environment names minio.*name the"):
+        working_copy.url_of(mine)
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    assert working_copy.copy_of("s3://b/run") == working_copy.cache_root() / "s3" / "b" / "run"
+    assert len({*copies, working_copy.copy_of("s3://b/run")}) == 3
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST")
+    assert working_copy.copy_of("gs://b/run") == working_copy.cache_root() / "gs" / "b" / "run"
+
+
+def test_verify_does_not_count_an_outage_as_damage_and_lists_what_was_set_aside(stores, copy, monkeypatch, capfd):
+    url = copy
+    for status, code in ((403, MISTAKE), (503, LOST)):
+        with failing(stores["AWS_ENDPOINT_URL"], lambda m, p: status if "/c.0" in p else None) as proxy:  # noqa: B023
+            with monkeypatch.context() as patch:
+                patch.setattr(buckets, "RETRIES", {"max_retries": 1, "initial_delay": "5ms", "max_delay": "5ms"})
+                patch.setenv("AWS_ENDPOINT_URL", proxy)
+                assert main(["checkpoint", "verify", url]) == code
+        out = "".join(capfd.readouterr())
+        assert "damaged" not in out and ("access is denied" in out or "does not answer" in out)
+    place = BucketPlace(f"{url}/checkpoints")
+    place.set_aside(6)
+    place.set_aside(6)  # there is nothing left of that name
+    place.bucket.write("8/0123abcd/tensors/x", b"x")
+    place.bucket.write("notes/x", b"x")
+    [aside] = [key for key in place.bucket.list() if "damaged-" in key]
+    assert main(["checkpoint", "verify", url]) == 0
+    assert f"not finished, or set aside: {aside}, 8\n" in capfd.readouterr().out
+    place.set_aside(4)
+    assert main(["checkpoint", "list", url]) == 0
+    assert "not finished, or set aside" in capfd.readouterr().out
+
+
+def test_messages_name_the_url_and_their_advice_works(copy):
+    url = copy
+    Bucket(url).write("config.gin", Bucket(url).read("config.gin").replace(b"train.steps = 6", b"train.steps = 8"))
+    with pytest.raises(AlteredFile) as e:
+        js.load(url).config  # noqa: B018
+    assert f"{url}/config.gin is not what was written" in str(e.value)
+    command = f"checkpoint verify {url} --accept-edits"
+    assert command in str(e.value) and str(working_copy.cache_root()) not in str(e.value)
+    assert main(command.split()) == 0
+    forget()
+    assert js.load(url).config.steps == 8
+
+
+def test_what_is_uploaded_is_not_deleted_and_no_upload_is_forgotten(tmp_path, monkeypatch):
+    place = DiskPlace(tmp_path / "disk")
+    for step in (2, 4, 6):
+        (place.path / str(step)).mkdir(parents=True)
+    expired = places.expired
+
+    def late(*args):
+        try:
+            return expired(*args)
+        finally:
+            place.protected = (2,)  # an upload begins just then
+
+    monkeypatch.setattr(places, "expired", late)
+    place.expire(1, None, "0" * 8)
+    assert place.steps() == [2, 6]
+
+    staged = StagedCheckpoints(Checkpoints(f"s3://runs/{tmp_path.name}/checkpoints"), tmp_path)
+    uploaded, looks = [], iter(range(100))
+
+    def newer(newest):
+        if next(looks) == 0:
+            staged._start_upload()  # a checkpoint is finished after the thread has looked for the last time
+            return []
+        return [] if uploaded else [2]
+
+    monkeypatch.setattr(staged, "_newer", newer)
+    monkeypatch.setattr(staged, "_upload_one", uploaded.append)
+    staged._start_upload()
+    thread = staged._uploading
+    if thread is not None:
+        thread.join(20)
+    assert uploaded == [2] and staged._uploading is None
+
+
+def test_processes_see_that_one_gave_up_even_if_it_cannot_delete(tmp_path, monkeypatch):
+    place = BucketPlace(f"s3://runs/{tmp_path.name}/checkpoints")
+    place.begin(2, "0" * 8).write("tensors/x/c", b"x")
+
+    def refused(self, key):
+        raise BucketError(13, "access is denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "delete", refused)
+        with pytest.raises(BucketError):
+            place.abandon(2, "0" * 8)
+    assert place.is_abandoned(2, "0" * 8)

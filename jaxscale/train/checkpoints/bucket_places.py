@@ -10,6 +10,7 @@ writer                            id of the session that writes
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -26,6 +27,8 @@ log = logging.getLogger("jaxscale")
 _MANIFEST = re.compile(rf"(0|[1-9][0-9]{{0,15}})/({re.escape(MANIFEST)}|{re.escape(OLD_MANIFEST)})")
 _OURS = re.compile(r"(0|[1-9][0-9]{0,15})/[0-9a-f]{8}/.*")
 """Objects of unfinished checkpoints; what others put here stays."""
+_OF_STEP = re.compile(r"(0|[1-9][0-9]{0,15})/")
+_ASIDE = re.compile(r"(0|[1-9][0-9]{0,15})/damaged-[0-9a-f]{8}\.json")
 _FAILED = "failed"
 
 
@@ -85,9 +88,9 @@ class BucketPlace:
         """See `Place`."""
         keys = self.bucket.list()
         done = {key.partition("/")[0] for key in keys if _MANIFEST.fullmatch(key)}
-        others = {key.partition("/")[0] for key in keys if "/" in key} - done
-        aside = {key for key in keys if "/damaged-" in key}
-        return sorted(others | aside)
+        aside = {match[1]: match[0] for key in keys if (match := _ASIDE.fullmatch(key))}
+        others = {match[1] for key in keys if (match := _OF_STEP.match(key))} - done - set(aside)
+        return sorted([*others, *aside.values()])
 
     def finished(self, step: int) -> BucketFiles:
         """See `Place`."""
@@ -131,8 +134,10 @@ class BucketPlace:
 
     def abandon(self, step: int, session: str) -> None:
         """See `Place`."""
-        self.bucket.delete_folder(f"{step}/{session}")
-        self.bucket.write(f"{step}/{session}/{_FAILED}", b"the session gave up")
+        mark = f"{step}/{session}/{_FAILED}"
+        self.bucket.write(mark, b"the session gave up")  # first, since other processes wait for it
+        for _ in self.bucket.each(self.bucket.delete, set(self.bucket.list(f"{step}/{session}/")) - {mark}):
+            pass
 
     def is_abandoned(self, step: int, session: str) -> bool:
         """See `Place`."""
@@ -149,6 +154,8 @@ class BucketPlace:
 
     def set_aside(self, step: int) -> None:
         """See `Place`."""
-        manifest = self.bucket.read(f"{step}/{MANIFEST}")
-        self.bucket.write(f"{step}/damaged-{os.urandom(4).hex()}.json", manifest)
-        self.bucket.delete(f"{step}/{MANIFEST}")
+        for name in (MANIFEST, OLD_MANIFEST):
+            with contextlib.suppress(FileNotFoundError):
+                manifest = self.bucket.read(f"{step}/{name}")
+                self.bucket.write(f"{step}/damaged-{os.urandom(4).hex()}.json", manifest)
+                self.bucket.delete(f"{step}/{name}")

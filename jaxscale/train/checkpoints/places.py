@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -181,10 +182,14 @@ class DiskPlace:
 
     Args:
       folder: the folder.
+
+    Attributes:
+      expiring: held while `expire` renames one, and by whoever sets `protected`.
     """
 
     def __init__(self, folder: Path):
         self.path = folder
+        self.expiring = threading.Lock()
         self.protected: Collection[int] = ()
         self.before_publish: Callable[[], None] = lambda: None
 
@@ -199,6 +204,8 @@ class DiskPlace:
 
     def unfinished(self) -> list[str]:
         """See `Place`."""
+        if not self.path.is_dir():
+            return []
         return sorted(p.name for p in self.path.iterdir() if p.name[0].isdecimal() and "." in p.name and p.is_dir())
 
     def finished(self, step: int) -> DiskFiles:
@@ -259,7 +266,9 @@ class DiskPlace:
         for step in expired(self, keep, keep_every):
             deleted = self._named(step, "deleted", session)
             try:
-                (self.path / str(step)).rename(deleted)
+                with self.expiring:
+                    if step not in self.protected:
+                        (self.path / str(step)).rename(deleted)
             except OSError as e:
                 log.warning("checkpoint %d in %s cannot be deleted: %s", step, self.path, e.strerror)
             shutil.rmtree(deleted, ignore_errors=True)

@@ -41,6 +41,7 @@ class StagedCheckpoints(Checkpoints):
         self._upload_session = os.urandom(4).hex()
         self._begin_upload = True
         self._uploading: threading.Thread | None = None
+        self._starting, self._again = threading.Lock(), False
         self._upload_failure: BaseException | None = None
 
     def steps(self) -> list[int]:
@@ -61,13 +62,18 @@ class StagedCheckpoints(Checkpoints):
         if failure is not None:
             raise failure if isinstance(failure, CheckpointError) else CheckpointError(f"{failure!r}") from failure
 
+    def behind(self) -> bool:
+        """Whether the newest checkpoint is on the disk only."""
+        return bool(self._pending())
+
     def close(self) -> None:
         """Wait until the newest checkpoint is on the disk and in the bucket; raises as `check`."""
         self.wait()
         while self._pending() and jax.process_index() == 0:
             self._start_upload()
-            if self._uploading is not None:
-                self._uploading.join()
+            uploading = self._uploading
+            if uploading is not None:
+                uploading.join()
             self.check()
 
     def manifest(self, step: int) -> Manifest:
@@ -98,25 +104,45 @@ class StagedCheckpoints(Checkpoints):
 
     def _pending(self) -> list[int]:
         """Return the steps to upload: newer than the bucket's newest, and multiples of `keep_every` before the rest."""
-        newest = max(self.bucket.steps(), default=-1)
+        return self._newer(max(self.bucket.steps(), default=-1))
+
+    def _newer(self, newest: int) -> list[int]:
         steps = [step for step in super().steps() if step > newest]
         multiples = [step for step in steps if self._keep_every and step % self._keep_every == 0]
         return [*multiples, *([steps[-1]] if steps and steps[-1] not in multiples else [])]
 
     def _start_upload(self) -> None:
-        if self._uploading is None or not self._uploading.is_alive():
-            self._uploading = threading.Thread(target=self._upload, name="checkpoint upload", daemon=True)
-            self._uploading.start()
+        with self._starting:
+            self._again = True
+            if self._uploading is None:
+                self._uploading = threading.Thread(target=self._upload, name="checkpoint upload", daemon=True)
+                self._uploading.start()
+
+    def _more(self) -> bool:
+        """Whether a checkpoint was finished since the last call; if none was, the thread that called this ends."""
+        with self._starting:
+            again, self._again = self._again and self._upload_failure is None, False
+            if not again:
+                self._uploading = None
+            return again
 
     def _upload(self) -> None:
-        try:
-            while self._upload_failure is None and (pending := self._pending()):
-                self.place.protected = pending  # `expire` leaves what is being read
-                self._upload_one(pending[0])
-        except BaseException as e:  # noqa: BLE001  # raised by the next call on the main thread
-            self._upload_failure = e
-        finally:
+        while self._more():
+            try:
+                while (step := self._protected()) is not None:
+                    self._upload_one(step)
+            except BaseException as e:  # noqa: BLE001  # raised by the next call on the main thread
+                self._upload_failure = e
             self.place.protected = ()
+
+    def _protected(self) -> int | None:
+        """Return the next step to upload, which `expire` leaves while it is read."""
+        newest = max(self.bucket.steps(), default=-1)
+        assert isinstance(self.place, DiskPlace)
+        with self.place.expiring:
+            pending = self._newer(newest)
+            self.place.protected = pending
+        return pending[0] if pending else None
 
     def _upload_one(self, step: int) -> None:
         local = self._own_manifest(step)

@@ -85,6 +85,13 @@ class Checkpoints:
         except BucketError as e:
             raise failure(CheckpointError, e) from None
 
+    def unfinished(self) -> list[str]:
+        """Return the names of checkpoints that are not finished, or were set aside; raises as `steps`."""
+        try:
+            return self.place.unfinished()
+        except BucketError as e:
+            raise failure(CheckpointError, e) from None
+
     def save(self, state: TrainState, infos: dict[str, Tree], about: dict[str, Any]) -> None:
         """Start writing `state`; returns once its arrays may be overwritten.
 
@@ -163,6 +170,10 @@ class Checkpoints:
             self._writing.join()
             self._writing = None
         self.check()
+
+    def behind(self) -> bool:
+        """Whether a finished checkpoint is not yet where it belongs."""
+        return False
 
     def close(self) -> None:
         """Call `wait`; use it at the end of a run."""
@@ -312,6 +323,8 @@ class Checkpoints:
                     self.place.set_aside(step)
                 except BucketError as e:
                     raise failure(CheckpointError, e, running=True) from None
+                except OSError as e:
+                    raise CheckpointError(f"checkpoint {step} in {self.place} cannot be renamed: {e.strerror}") from e
 
     def _first_undamaged(
         self, step: int | None, read: Callable[[Manifest, Arrays], T], say: Callable[[str], None]

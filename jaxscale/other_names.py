@@ -93,6 +93,8 @@ text_files: c4 fineweb finewebedu wikitext openwebtext pile slimpajama tinyshake
 token_file: bin memmap tokens megatron indexeddataset
 synthetic: random dummy mock fake
 chat_files: chat sft sharegpt instruct alpaca
+preference_files: preference preferences pairs ultrafeedback hhrlhf dpo
+rated_files: kto unpaired binaryfeedback thumbs
 python_stdlib: python code stdlib
 mixture: blend weighted
 HFTokenizer: tiktoken sentencepiece spm bpe huggingface gpt2tokenizer autotokenizer llamatokenizer

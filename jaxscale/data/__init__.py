@@ -21,8 +21,10 @@ from jaxscale.data.megatron_tokens import MegatronTokens as megatron_tokens
 from jaxscale.data.mixing import Mixture as mixture
 from jaxscale.data.packing import PACKINGS
 from jaxscale.data.parquet_files import ParquetFiles as parquet_files
+from jaxscale.data.preference_files import PreferenceFiles as preference_files
 from jaxscale.data.preparation import prepare
 from jaxscale.data.prepared import PreparedTokens as token_file
+from jaxscale.data.rated_files import RatedFiles as rated_files
 from jaxscale.data.records import UserRecords as records
 from jaxscale.data.records import as_corpus
 from jaxscale.data.storage import TokenFile
@@ -55,8 +57,10 @@ __all__ = [
     "megatron_tokens",
     "mixture",
     "parquet_files",
+    "preference_files",
     "prepare",
     "python_stdlib",
+    "rated_files",
     "records",
     "synthetic",
     "text_files",

@@ -92,19 +92,20 @@ class TokenFile:
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenFile, (str(self.bucket or self.folder),)
 
-    def documents(self, split: str, heldout: float, name: str | None = None) -> Documents:
+    def documents(self, split: str, heldout: float, name: str | None = None, group: int = 1) -> Documents:
         """Return the documents of a split.
 
         Args:
           split: "train" or "heldout".
           heldout: the fraction of documents held out.
           name: name of the corpus; `None` is that in the file.
+          group: number of consecutive documents of one name, which stay in one split.
 
         Raises:
           DataError: the split does not exist, or is empty.
         """
         name = self.meta["corpus"] if name is None else name
-        chosen = np.flatnonzero(select(self.hashes, split, heldout, name))
+        chosen = np.flatnonzero(np.repeat(select(self.hashes[::group], split, heldout, name), group))
         opened = self.learned is not None
         starts = self.offsets[chosen] + opened  # the token that opens a document is not a target
         return _Mapped(
@@ -117,7 +118,7 @@ class TokenFile:
             lengths=self.offsets[chosen + 1] - starts,
             learned=self.checked("learned.bin") if opened else None,
             opened=opened,
-            pickled=(self.documents, (split, heldout, name)),
+            pickled=(self.documents, (split, heldout, name, group)),
         )
 
     def checked(self, file: str) -> Checked:

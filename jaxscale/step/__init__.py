@@ -10,7 +10,7 @@ from jaxscale.step.config import TrainConfig
 from jaxscale.step.lora import LoRA
 from jaxscale.step.loss import AutoLoss, CutLoss, Loss, MaterialisedLoss
 from jaxscale.step.objective import Input, NextToken, Objective, token_loss
-from jaxscale.step.objectives import MaskedToken
+from jaxscale.step.objectives import DPO, IPO, KTO, ORPO, MaskedToken, SimPO
 from jaxscale.step.pipeline import is_pipelined, pipelined, replicas_of
 from jaxscale.step.prepare import check, check_quickly, prepare, step_of
 from jaxscale.step.rates import model_flops
@@ -30,7 +30,12 @@ __all__ = [
     "Blueprint",
     "Callback",
     "CutLoss",
+    "DPO",
+    "IPO",
     "Input",
+    "KTO",
+    "ORPO",
+    "SimPO",
     "Adaptation",
     "Adapters",
     "LoRA",

@@ -78,10 +78,10 @@ class Objective:
     """
 
     group: ClassVar[int] = 1
-    additive: ClassVar[bool] = True
+    additive: bool = True
     staged: ClassVar[bool] = False
     in_formulas: ClassVar[bool] = False
-    reference: ClassVar[bool] = False
+    reference: bool = False
     evaluated: ClassVar[tuple[str, ...]] = ("loss",)
 
     def inputs(self, config: TrainConfig) -> dict[str, Input]:
@@ -203,12 +203,7 @@ class NextToken(Objective):
         self, model: LanguageModel, batch: Batch, *, key: Array | None = None, reference: nnx.Module | None = None
     ) -> Totals:
         """Return the weighted sums of the cross-entropy and the squared log-partition, and statistics of layers."""
-        order = order_of(model, batch["tokens"].shape[1])
-        if order is not None:  # the order of tokens need not be restored, since terms are sums over them
-            batch = arrange(batch, order)
-        inputs: dict[str, Any] = {k: batch.get(k) for k in ("positions", "segment_ids", "rows")}
-        inputs |= {} if order is None else {"arranged": True}
-        hidden, stats = hidden_and_stats(model, batch["tokens"], key=key, **inputs)
+        hidden, stats, batch = hidden_of(model, batch, key=key)
         return self.of_hidden(model, hidden, stats, batch)
 
     def of_hidden(
@@ -240,20 +235,57 @@ class NextToken(Objective):
 
     def check(self, config: TrainConfig) -> None:
         """Check that the model is a language model, and causal unless the class has `both_ways`."""
-        if not isinstance(config.model, LanguageModelConfig):
-            raise ConfigError(
-                f"NextToken trains language models, and {type(config.model).__name__} has no 'vocab'; set "
-                "train.objective to one that fits it (see jaxscale.step.Objective)"
-            )
-        if not self.both_ways and not is_causal(config.model):
-            raise ConfigError(
-                f"{type(self).__name__} needs a causal model, but this one's attention is Bidirectional, so it would "
-                "see the tokens to predict; set train.objective = @MaskedToken()"
-            )
+        check_language_model(config, both_ways=self.both_ways)
 
     def describe(self, config: TrainConfig) -> str:
         """Return the description of the loss of each token."""
         return self.loss.describe(vocab_of(config.model))
+
+
+def check_language_model(config: TrainConfig, *, both_ways: bool = False) -> None:
+    """Check that a run's model is a language model, and causal.
+
+    Args:
+      config: the run's settings.
+      both_ways: whether tokens may attend to later tokens.
+
+    Raises:
+      ConfigError: it is not.
+    """
+    name = type(config.objective).__name__
+    if not isinstance(config.model, LanguageModelConfig):
+        raise ConfigError(
+            f"{name} trains language models, and {type(config.model).__name__} has no 'vocab'; set "
+            "train.objective to one that fits it (see jaxscale.step.Objective)"
+        )
+    if not both_ways and not is_causal(config.model):
+        raise ConfigError(
+            f"{name} needs a causal model, but this one's attention is Bidirectional, so it would "
+            "see the tokens to predict; set train.objective = @MaskedToken()"
+        )
+
+
+def hidden_of(
+    model: LanguageModel, batch: Batch, *, key: Array | None = None
+) -> tuple[Float[Array, "b s e"], Stats, Batch]:
+    """Return a model's final hidden states for a batch, and the batch in their order.
+
+    Args:
+      model: the module.
+      batch: arrays by name, (B, ...), "tokens" among them.
+      key: random key of dropout; `None` for none.
+
+    Returns:
+      Hidden states; statistics of the layers; the batch, whose columns the model's layout may have reordered (the order
+      is not restored, since terms are sums over tokens).
+    """
+    order = order_of(model, batch["tokens"].shape[1])
+    if order is not None:
+        batch = arrange(batch, order)
+    inputs: dict[str, Any] = {k: batch.get(k) for k in ("positions", "segment_ids", "rows")}
+    inputs |= {} if order is None else {"arranged": True}
+    hidden, stats = hidden_and_stats(model, batch["tokens"], key=key, **inputs)
+    return hidden, stats, batch
 
 
 def terms_of(

@@ -1,0 +1,233 @@
+"""Base of objectives that compare whole answers: the log-probability of each row's learned tokens, and its reference.
+
+A row is one document: a prompt, whose tokens have weight 0, and an answer. `preference_files` makes such rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxscale.config import meant
+from jaxscale.errors import ConfigError
+from jaxscale.models.base import LanguageModel, vocab_of
+from jaxscale.nn import Stats, auxiliary_loss
+from jaxscale.nn import metrics as layer_metrics
+from jaxscale.parallel import as_weight
+from jaxscale.signatures import check_method
+from jaxscale.step.config import TrainConfig
+from jaxscale.step.loss import AutoLoss, Loss
+from jaxscale.step.objective import Batch, Input, NextToken, Objective, Totals, check_language_model, hidden_of
+
+CACHED = "reference_logprobs"
+"""The array of a batch with the reference's log-probability of each target, float32 (B, S)."""
+
+
+class Answers(NamedTuple):
+    """Some rows' answers; all arrays are float32 (n,).
+
+    Args:
+      logprob: the sum of the log-probabilities of its tokens.
+      reference: the same of the reference, without a gradient; zeros if the objective has none.
+      tokens: number of tokens, at least 1.
+    """
+
+    logprob: Float[Array, " n"]
+    reference: Float[Array, " n"]
+    tokens: Float[Array, " n"]
+
+    @property
+    def gain(self) -> Float[Array, " n"]:
+        """The log-probability less that of the reference: the implicit reward of DPO, divided by beta."""
+        return self.logprob - self.reference
+
+    @property
+    def mean(self) -> Float[Array, " n"]:
+        """The mean log-probability of a token."""
+        return self.logprob / self.tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerObjective(Objective):
+    """Base of objectives of whole answers.
+
+    Args:
+      loss: the loss of each token, as of `NextToken`.
+    """
+
+    loss: Loss = dataclasses.field(default=AutoLoss(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if isinstance(self.loss, type) or not hasattr(self.loss, "describe"):
+            raise ConfigError(
+                f"{name}.loss must be a loss such as AutoLoss() or CutLoss(), not {self.loss!r}"
+                f"{meant(self.loss, ('describe',))}"
+            )
+        check_method(f"{name}.loss", self.loss, "__call__", ("hidden", "weight", "targets"), ("softcap",))
+
+    def inputs(self, config: TrainConfig) -> dict[str, Input]:
+        """Return the arrays of `NextToken`."""
+        return NextToken().inputs(config)
+
+    def answers(
+        self, model: LanguageModel, batch: Batch, key: Array | None, reference: nnx.Module | None
+    ) -> tuple[Answers, Stats]:
+        """Return every row's answer, and the statistics of the model's layers.
+
+        Args:
+          model: the model in training.
+          batch: arrays by name, (B, ...).
+          key: random key of dropout; `None` for none. The reference has no dropout.
+          reference: the model with the initial parameters, or `None`.
+        """
+        logprob, stats = self._logprobs(model, batch, key)
+        if reference is not None:
+            theirs = self._logprobs(reference, batch, None)[0]
+        elif CACHED in batch:
+            theirs = jnp.sum(batch[CACHED] * batch["weights"], axis=1)
+        else:
+            theirs = jnp.zeros_like(logprob)
+        tokens = jnp.maximum(jnp.sum(batch["weights"], axis=1), 1.0)
+        return Answers(logprob, jax.lax.stop_gradient(theirs), tokens), stats
+
+    def _logprobs(self, model: Any, batch: Batch, key: Array | None) -> tuple[Array, Stats]:
+        hidden, stats, batch = hidden_of(model, batch, key=key)
+        with jax.named_scope("loss"):
+            weight = as_weight(model.head_weight()).dense()
+            nats = self.loss(hidden, weight, batch["targets"], softcap=model.logit_softcap)[0]
+            return -jnp.sum(nats * batch["weights"], axis=1), stats
+
+    def check(self, config: TrainConfig) -> None:
+        """Check that the model is a causal language model."""
+        check_language_model(config)
+
+    def describe(self, config: TrainConfig) -> str:
+        """Return the objective's name and the loss of each token."""
+        return f"{type(self).__name__} of whole answers, {self.loss.describe(vocab_of(config.model))}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Preference(AnswerObjective):
+    """Base of objectives of pairs: of two consecutive rows, the first answer is preferred to the second.
+
+    Args:
+      loss: the loss of each token, as of `NextToken`.
+    """
+
+    group = 2
+    evaluated = ("loss", "accuracy")
+
+    def losses(self, chosen: Answers, rejected: Answers) -> Float[Array, " n"]:
+        """Return the loss of each pair.
+
+        Args:
+          chosen: the preferred answers.
+          rejected: the others.
+        """
+        raise NotImplementedError
+
+    def rewards(self, answers: Answers) -> Float[Array, " n"]:
+        """Return the reward that the model gives to answers, for metrics.
+
+        Args:
+          answers: the answers.
+        """
+        raise NotImplementedError
+
+    def weights(self, batch: Batch, parts: int) -> Totals:
+        """Return the number of pairs (those of padding rows do not count), and `parts`."""
+        return {"pairs": jnp.sum(_real(batch)), "parts": jnp.asarray(parts, jnp.float32)}
+
+    def terms(
+        self, model: LanguageModel, batch: Batch, *, key: Array | None = None, reference: nnx.Module | None = None
+    ) -> Totals:
+        """Return the sums over pairs of the loss and of metrics, and statistics of layers."""
+        rows, stats = self.answers(model, batch, key, reference)
+        return {**self.sums(rows, batch), "stats": stats}
+
+    def sums(self, rows: Answers, batch: Batch) -> Totals:
+        """Return the sums over pairs of the loss and of metrics.
+
+        Args:
+          rows: every row's answer.
+          batch: arrays by name, (B, ...).
+        """
+        chosen, rejected = (Answers(*(x[i::2] for x in rows)) for i in range(2))
+        real, rewards = _real(batch), [self.rewards(x) for x in (chosen, rejected)]
+        return {
+            "losses": jnp.sum(self.losses(chosen, rejected) * real),
+            "right": jnp.sum((rewards[0] > rewards[1]) * real),
+            "chosen": jnp.sum(rewards[0] * real),
+            "rejected": jnp.sum(rewards[1] * real),
+        }
+
+    def value(self, totals: Totals) -> Float[Array, ""]:
+        """Return the mean loss of a pair plus the auxiliary losses of layers."""
+        return self._loss(totals) + auxiliary_loss(totals["stats"]) / totals["parts"]
+
+    def metrics(self, totals: Totals) -> dict[str, Float[Array, ""]]:
+        """Return the loss; the share of pairs whose chosen answer has the higher reward; mean rewards; their margin."""
+        pairs = jnp.maximum(totals["pairs"], 1.0)
+        means = {k: totals[k] / pairs for k in ("right", "chosen", "rejected")}
+        return {
+            "loss": self._loss(totals),
+            "accuracy": means["right"],
+            "chosen_reward": means["chosen"],
+            "rejected_reward": means["rejected"],
+            "reward_margin": means["chosen"] - means["rejected"],
+            **layer_metrics(totals["stats"]),
+        }
+
+    def _loss(self, totals: Totals) -> Float[Array, ""]:
+        return totals["losses"] / jnp.maximum(totals["pairs"], 1.0)
+
+
+def _real(batch: Batch) -> Float[Array, " n"]:
+    """Return 1 for each pair of which a token counts, and 0 for pairs of padding."""
+    return jnp.any(batch["weights"] > 0, axis=1)[::2].astype(jnp.float32)
+
+
+def uses_reference(objective: Objective, cached: bool) -> None:
+    """Set an objective's `reference`: needed unless the reference's log-probabilities are cached.
+
+    Args:
+      objective: a frozen dataclass.
+      cached: whether they are an array of the batch.
+    """
+    object.__setattr__(objective, "reference", not cached)
+
+
+def with_cached(inputs: dict[str, Input], config: TrainConfig, cached: bool) -> dict[str, Input]:
+    """Return the inputs, with `reference_logprobs` if they are cached.
+
+    Args:
+      inputs: arrays by name.
+      config: the run's settings.
+      cached: whether they are an array of the batch.
+    """
+    return {**inputs, CACHED: Input((config.seq_len,), "float32", ("seq",))} if cached else inputs
+
+
+def check_number(objective: Objective, name: str, *, above: float | None = None, least: float | None = None) -> None:
+    """Check a field that is a finite number.
+
+    Args:
+      objective: a dataclass.
+      name: the field.
+      above: the number must be larger than this.
+      least: the number must be at least this.
+
+    Raises:
+      ConfigError: it is not.
+    """
+    value = getattr(objective, name)
+    right = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+    if not right or (above is not None and value <= above) or (least is not None and value < least):
+        bound = f"above {above:g}" if above is not None else f"at least {least:g}"
+        raise ConfigError(f"{type(objective).__name__}.{name} = {value!r}: must be {bound} and finite")

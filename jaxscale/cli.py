@@ -18,6 +18,7 @@ from jaxscale.commands import (
     eval,
     explain,
     export,
+    grow,
     import_,
     launch,
     laws,
@@ -42,7 +43,7 @@ from jaxscale.version import __version__
 from pallas_kernels.errors import KernelError
 
 COMMANDS = (
-    new, data, train, launch, sweep, laws, explain, plan, coordcheck, sample, eval, serve, import_, merge, export,
+    new, data, train, launch, sweep, laws, explain, plan, coordcheck, sample, eval, serve, import_, merge, grow, export,
     report, checkpoint, replay,
     schedule, microbench, settings,
 )  # fmt: skip
@@ -72,6 +73,7 @@ A configuration is a gin file; any binding in it can be changed from here:
   jaxscale import Qwen/Qwen3-0.6B runs/qwen3
   jaxscale train --from runs/qwen3 experiments/finetune/lora.gin
   jaxscale merge runs/lora-1 runs/merged
+  jaxscale grow runs/small --layers 12 --out runs/large
   jaxscale export runs/merged models/qwen3
   jaxscale report runs/demo-1 runs/demo-2
   jaxscale checkpoint verify runs/demo-1

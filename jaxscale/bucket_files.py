@@ -8,6 +8,7 @@ import functools
 import glob as globbing
 import hashlib
 import io
+import json
 import os
 import re
 import shutil
@@ -26,6 +27,10 @@ BLOCK = 2**22
 
 HEAD = 64
 """Bytes at the beginning of a file that are remembered."""
+
+
+_COPIED = ".copied.json"
+"""File of a copied folder with the generation of each copied file."""
 
 
 @dataclass(frozen=True)
@@ -105,15 +110,34 @@ class BucketFile:
         """
         path = self.place()
         if not path.exists():
-            partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.partial")
-            try:
-                with self.open() as source, partial.open("wb") as target:
-                    while block := source.read(BLOCK):
-                        target.write(block)
-                os.replace(partial, path)
-            finally:
-                partial.unlink(missing_ok=True)
+            self.copy_to(path)
         return path
+
+    def copy_to(self, path: Path) -> None:
+        """Copy it to a file, several blocks at a time.
+
+        Args:
+          path: the file, which has all of it when it exists.
+
+        Raises:
+          OSError: a request failed, or the file cannot be written.
+        """
+        partial, size = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.partial"), self.size
+        try:
+            with partial.open("wb") as target:
+                target.truncate(size)
+
+                def copy(start: int) -> None:
+                    block = self.read(start, start + BLOCK)
+                    while block:
+                        written = os.pwrite(target.fileno(), block, start)
+                        block, start = block[written:], start + written
+
+                for _ in self.bucket.each(copy, range(0, size, BLOCK)):
+                    pass
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     def place(self) -> Path:
         """Return where its copy is on this machine, which need not exist; copies of other generations are removed.
@@ -180,6 +204,41 @@ def file_at(url: str | Path) -> BucketFile:
     folder, _, name = normalized(url).rpartition("/")
     bucket = Bucket(folder)
     return BucketFile(bucket, name, bucket.generation(name))
+
+
+def copied_folder(url: str | Path, patterns: Sequence[str]) -> Path:
+    """Return a copy on this machine's disk of some files of a folder; those that have not changed are not copied again.
+
+    Args:
+      url: the folder's URL.
+      patterns: patterns of names in the folder.
+
+    Raises:
+      FileNotFoundError: there is no such folder.
+      OSError: a request failed, or the copy cannot be written.
+    """
+    bucket, folder = Bucket(url), copy_of(url)
+    keys = bucket.list()
+    if not keys:
+        raise FileNotFoundError(errno.ENOENT, "it does not exist", str(bucket))
+    names = [key for key in keys if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns) and "/" not in key]
+    folder.mkdir(parents=True, exist_ok=True)
+    record = folder / _COPIED
+    try:
+        known = dict(json.loads(record.read_text()))
+    except (OSError, ValueError, TypeError):
+        known = {}
+    for name in {*known, *(path.name for path in folder.iterdir() if path != record)} - set(names):
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            (folder / name).unlink(missing_ok=True)
+    for name, generation in zip(names, bucket.each(bucket.generation, names), strict=True):
+        if known.get(name) != generation or not (folder / name).is_file():
+            BucketFile(bucket, name, generation).copy_to(folder / name)
+            known[name] = generation
+            partial = folder / f"{_COPIED}.{uuid.uuid4().hex[:8]}.partial"
+            partial.write_text(json.dumps(known))
+            os.replace(partial, record)
+    return folder
 
 
 def matching_objects(pattern: str) -> tuple[Bucket, list[tuple[str, BucketFile]]]:

@@ -18,10 +18,13 @@ def add(commands: Any) -> None:
         "Hub) to a run folder.\nTensors are streamed; the same command continues an interrupted import.\n\n"
         "  jaxscale import ~/models/Qwen3-0.6B runs/qwen3\n"
         "  jaxscale import Qwen/Qwen3-0.6B runs/qwen3 --layout tensor=4 --devices 4\n"
+        "  jaxscale import s3://BUCKET/hf/qwen3 s3://BUCKET/runs/qwen3\n"
         "  jaxscale import Qwen/Qwen3-0.6B runs/tuned --adapters models/lora",
         formatter_class=TEXT,
     )
-    parser.add_argument("source", metavar="HF_DIR", help="a folder with config.json and safetensors, or owner/model")
+    parser.add_argument(
+        "source", metavar="HF_DIR", help="a folder or URL with config.json and safetensors, or owner/model"
+    )
     parser.add_argument("out", metavar="OUT", help="the run folder to write")
     parser.add_argument("--layout", metavar="SIZES", help='mesh to load onto, such as "tensor=4" (default: one device)')
     parser.add_argument("--dtype", help="bfloat16 or float32 (default: the one that represents all values exactly)")

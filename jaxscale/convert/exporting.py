@@ -193,9 +193,7 @@ def _write_companions(run: Run, out: Path, say: Callable[[str], None]) -> None:
         kind = type(tokenizer).__name__
         say(f"{out}: no tokenizer.json was written: that format cannot express the {kind} of {run.place}")
         return
-    file = Path(tokenizer.path).expanduser()
-    text = (file / "tokenizer.json" if file.is_dir() else file).read_text(encoding="utf-8")
-    write_text(out / "tokenizer.json", text)
+    write_text(out / "tokenizer.json", tokenizer.content)
     end = tokenizer.token_of(tokenizer.eos_id)
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end}
     write_text(out / "tokenizer_config.json", json.dumps(about, indent=2) + "\n")

@@ -63,13 +63,13 @@ def import_checkpoint(
     folder with anything else in it is left as it is.
 
     Args:
-      source: a folder with config.json and safetensors, or a name on the Hugging Face Hub.
+      source: a folder with config.json and safetensors, also in a bucket, or a name on the Hugging Face Hub.
       out: the run folder.
       layout: the run's layout, such as "tensor=4". Chunks of the checkpoint are its shards; any other layout can read
         them.
       dtype: see `open_pretrained`.
       revision: a branch, tag or commit of a name on the Hub.
-      adapters: a PEFT folder, or a name on the Hub; merged into the weights, in their dtype.
+      adapters: a PEFT folder, also in a bucket, or a name on the Hub; merged into the weights, in their dtype.
       say: prints a line.
 
     Returns:
@@ -83,8 +83,8 @@ def import_checkpoint(
     layout = Layout(layout) if isinstance(layout, str) else layout
     added = None if adapters is None else local_folder(adapters)
     opened = open_pretrained(local_folder(source, revision), dtype=dtype, adapters=added, say=say)
-    facts = {"source": str(opened.folder.absolute()), "family": opened.family.model_type}
-    facts |= {} if added is None else {"adapters": str(added.absolute())}
+    facts = {"source": as_named(opened.folder.absolute()), "family": opened.family.model_type}
+    facts |= {} if added is None else {"adapters": as_named(added.absolute())}
     mark = json.dumps([opened.arrays.tensors.fingerprint(), opened.values])
     config = _settings(opened, local(out, update=False), layout)
     return write_run(out, config, opened.arrays, hf=opened.folder, facts=facts, mark=mark, say=say)

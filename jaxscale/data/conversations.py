@@ -117,14 +117,13 @@ class ConversationFiles:
         return None if tokenizer is None else tokenizer.vocab_size
 
     def _template(self, tokenizer: Tokenizer) -> ChatTemplate:
-        where = self.template or getattr(tokenizer, "path", None)
+        where = self.template or getattr(tokenizer, "folder", None)
         if where is None:
             raise DataError(
                 f"conversations need a chat template, but the tokenizer '{tokenizer.name}' has no folder with one; set "
                 f"{self.name}.template to a folder or a file of Jinja"
             )
-        path = Path(where).expanduser()
-        return ChatTemplate.read(path if self.template or path.is_dir() else path.parent)
+        return ChatTemplate.read(Path(where).expanduser())
 
 
 def tokenized(document: Mapping[str, Any], tokenizer: Any, template: Callable[[], ChatTemplate], turns: str) -> Learned:

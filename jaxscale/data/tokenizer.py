@@ -17,8 +17,11 @@ import numpy as np
 from jaxtyping import Int32, Int64, Integer
 
 from jaxscale import reading
+from jaxscale.bucket_files import copied_folder
+from jaxscale.buckets import BucketError, failure, is_url, normalized
 from jaxscale.config import register
 from jaxscale.errors import DataError, near
+from jaxscale.working_copy import as_named, copy_of
 
 if TYPE_CHECKING:
     import tokenizers
@@ -140,6 +143,11 @@ class ByteTokenizer:
         return ids, np.stack([character, character + 1], axis=1)
 
 
+_BESIDE = ("special_tokens_map.json", "tokenizer_config.json")
+CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+"""Files with a chat template, beside a tokenizer."""
+
+
 @register
 @dataclass(frozen=True)
 class HFTokenizer:
@@ -148,28 +156,45 @@ class HFTokenizer:
     Special tokens written in a text are encoded as ordinary text, so that text cannot end a document.
 
     Args:
-      path: the file, or its folder.
+      path: the file, or its folder; also in a bucket.
       eos: the token that ends a document; `None` is the first of `EOS_NAMES` in the vocabulary.
     """
 
     path: str
     eos: str | None = None
 
-    @property
+    @cached_property
     def _file(self) -> Path:
+        if is_url(self.path):
+            url = normalized(self.path if self.path.endswith(".json") else f"{self.path}/tokenizer.json")
+            folder, _, name = url.rpartition("/")
+            try:
+                return copied_folder(folder, [name, *_BESIDE, *CHAT_TEMPLATES]) / name
+            except FileNotFoundError:
+                return copy_of(url)
+            except BucketError as error:
+                raise failure(DataError, error) from None
+            except OSError as error:
+                raise DataError(f"cannot write a copy of {url} ({error.strerror}); set JAXSCALE_CACHE") from None
         path = Path(self.path).expanduser()
         return path / "tokenizer.json" if path.is_dir() else path
 
     @cached_property
-    def _content(self) -> str:
+    def content(self) -> str:
+        """The text of the file.
+
+        Raises:
+          DataError: it cannot be read.
+        """
         try:
             return reading.read_text(self._file)
         except (OSError, ValueError) as error:
-            raise DataError(f"cannot read the tokenizer {self._file} ({error}); give a tokenizer.json.") from error
+            file = as_named(self._file)
+            raise DataError(f"cannot read the tokenizer {file} ({error}); give a tokenizer.json.") from error
 
     @cached_property
     def _tokenizer(self) -> tokenizers.Tokenizer:
-        library, content = _hf(), self._content
+        library, content = _hf(), self.content
         with self._guarded("is not a tokenizer.json of Hugging Face tokenizers"):
             loaded = library.Tokenizer.from_str(content)
             loaded.encode_special_tokens = True
@@ -222,6 +247,11 @@ class HFTokenizer:
         return loaded
 
     @property
+    def folder(self) -> Path:
+        """The folder of the file; of one in a bucket, the copy on this machine."""
+        return self._file.parent
+
+    @property
     def name(self) -> str:
         """Name of the folder of a `tokenizer.json`, or of another file."""
         return self._file.parent.name if self._file.name == "tokenizer.json" else self._file.stem
@@ -229,7 +259,7 @@ class HFTokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """Digest of the file and the eos, in hexadecimal."""
-        return hashlib.sha256(f"{self.eos_id} {self._content}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.eos_id} {self.content}".encode()).hexdigest()
 
     @cached_property
     def vocab_size(self) -> int:
@@ -259,7 +289,7 @@ class HFTokenizer:
     def _beside(self) -> dict[str, Any]:
         """Settings in the other files of the tokenizer's folder."""
         settings: dict[str, Any] = {}
-        for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        for name in _BESIDE:
             file = self._file.parent / name
             try:
                 content = reading.parse_json(reading.read_text(file)) if file.is_file() else {}
@@ -339,7 +369,7 @@ class HFTokenizer:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle has: the file's content, and nothing that was made of it."""
-        return {name: value for name, value in vars(self).items() if name in ("path", "eos", "_content")}
+        return {name: value for name, value in vars(self).items() if name in ("path", "eos", "content")}
 
     def spans(self, text: str, *, aliased: bool = False) -> tuple[Int32[np.ndarray, " t"], Int64[np.ndarray, "t 2"]]:
         """Return token ids, and the span of characters (from, to) of each; special tokens in the text are special.
@@ -381,7 +411,7 @@ class HFTokenizer:
     @cached_property
     def _decoders(self) -> tuple[str, ...]:
         """Types of the steps that convert tokens to text."""
-        decoder = json.loads(self._content).get("decoder") or {}
+        decoder = json.loads(self.content).get("decoder") or {}
         return tuple(step["type"] for step in decoder.get("decoders", [decoder]) if "type" in step)
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from jaxscale.buckets import BucketError, on_disk
+from jaxscale.bucket_files import copied_folder
+from jaxscale.buckets import BucketError, failure, is_url, normalized
 from jaxscale.errors import CheckpointError
 from jaxscale.interop.companions import FILES
 from jaxscale.interop.peft import ADAPTER_CONFIG
+from jaxscale.working_copy import copy_of
 
+PATTERNS = ["*.safetensors", "*.safetensors.index.json", ADAPTER_CONFIG, *FILES]
+"""Files of a checkpoint that are downloaded or copied."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -18,17 +22,18 @@ def local_folder(source: str | Path, revision: str | None = None) -> Path:
 
     Only safetensors files and their companions (tokenizer, configs) are downloaded.
 
+    Of a folder in a bucket the same files are copied to this machine's working copy, block by block.
+
     Args:
-      source: a folder, or a name on the Hub.
+      source: a folder, or its URL in a bucket; or a name on the Hub.
       revision: a branch, tag or commit on the Hub.
 
     Raises:
       CheckpointError: there is no such folder or name, no network, or `huggingface_hub` is not installed.
     """
-    try:
-        path = on_disk(source, "checkpoints of other programs are")
-    except BucketError as e:
-        raise CheckpointError(f"{e.strerror}") from None
+    if is_url(source):
+        return _from_bucket(normalized(source))
+    path = Path(source).expanduser()
     if path.is_dir():
         return path
     if path.exists():
@@ -42,11 +47,28 @@ def local_folder(source: str | Path, revision: str | None = None) -> Path:
             f"there is no folder {path}; downloading '{source}' from the Hugging Face Hub needs the package "
             "huggingface_hub: pip install 'jaxscale[hf]'"
         ) from None
-    patterns = ["*.safetensors", "*.safetensors.index.json", ADAPTER_CONFIG, *FILES]
     try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(source, revision=revision, allow_patterns=PATTERNS))
     except Exception as e:  # its errors and those of its HTTP library have no common class
         first = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise CheckpointError(
             f"there is no folder {path}, and '{source}' could not be downloaded from the Hugging Face Hub: {first}"
         ) from None
+
+
+def _from_bucket(url: str) -> Path:
+    try:
+        folder = copied_folder(url, PATTERNS)
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no folder {url}; name one with config.json and safetensors") from None
+    except BucketError as e:
+        raise failure(CheckpointError, e) from None
+    except OSError as e:
+        copy = copy_of(url)
+        raise CheckpointError(f"cannot write {copy}, the copy of {url}: {e.strerror}; set JAXSCALE_CACHE") from None
+    if not any(folder.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{url} has no file *.safetensors; of pickled weights make them: "
+            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(DIR)"
+        )
+    return folder

@@ -19,6 +19,7 @@ from flax import nnx
 
 from jaxscale import config as gin_config
 from jaxscale import digests
+from jaxscale.buckets import is_url
 from jaxscale.data import HFTokenizer, Tokenizer
 from jaxscale.errors import AlteredFile, ConfigError, RunError, near
 from jaxscale.interop import Companions, copy_companions
@@ -168,8 +169,8 @@ class RunFolder:
         Args:
           config: settings of this run.
         """
-        own = self.imported
-        if own is None or not isinstance(config.tokenizer, HFTokenizer) or Path(config.tokenizer.path).exists():
+        own, used = self.imported, config.tokenizer
+        if own is None or not isinstance(used, HFTokenizer) or is_url(used.path) or Path(used.path).exists():
             return config
         return dataclasses.replace(config, tokenizer=own.tokenizer)
 

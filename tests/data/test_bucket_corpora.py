@@ -125,6 +125,17 @@ def test_large_files_are_read_block_by_block_and_token_ids_chunk_by_chunk(tmp_pa
     corpus.source(seq_len=64, split="train").rows(np.arange(100))
 
 
+def test_a_tokenizer_is_read_from_a_bucket(tmp_path):
+    pytest.importorskip("tokenizers")
+    tokenizer = data.train_bpe(["a few words", "a few more"], 270, tmp_path / "tokenizer.json")
+    url = f"s3://runs/{tmp_path.name}"
+    with pytest.raises(DataError, match=f"cannot read the tokenizer {url}/tokenizer.json"):
+        _ = data.HFTokenizer(url).fingerprint
+    Bucket(url).write("tokenizer.json", (tmp_path / "tokenizer.json").read_bytes())
+    for path in (url, f"{url}/tokenizer.json"):
+        assert data.HFTokenizer(path).fingerprint == tokenizer.fingerprint
+
+
 def test_what_cannot_be_read_is_one_sentence(tmp_path, stores, monkeypatch):
     url, tokenizer = f"s3://runs/{tmp_path.name}", data.ByteTokenizer()
     Bucket(url).write("a/b.jsonl", b'{"text": "x"}\n' * 20)

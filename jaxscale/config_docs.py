@@ -21,7 +21,9 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "Objectives and losses": (
         "jaxscale.step.objective", "jaxscale.step.loss", "jaxscale.step.objectives",
     ),
-    "Algorithms": ("jaxscale.step.backprop", "jaxscale.step.algorithms", "jaxscale.step.weight_ema"),
+    "Algorithms": (
+        "jaxscale.step.backprop", "jaxscale.step.algorithms", "jaxscale.step.weight_ema", "jaxscale.parallel.wires",
+    ),
     "Fine-tuning": ("jaxscale.step.lora", "jaxscale.step.unfreeze"),
     "Guards, snapshots and the watchdog": (
         "jaxscale.step.guards", "jaxscale.step.snapshots", "jaxscale.step.watchdog",

@@ -31,7 +31,7 @@ AXES: dict[str, str] = {
     "rank": "the rank of an adapter's two matrices",
     "norm": "the width of a normalisation's scale and bias; FSDP does not shard it",
     # stacks
-    "replicas": "copies of the training state that differ (`LocalSteps`); sharded over replica",
+    "replicas": "copies of the training state that differ (`LocalSteps`, `DiLoCo`); sharded over replica",
     "layers": "repeats of a group of blocks, stacked and scanned; sharded over pipeline",
     "experts": "experts of a mixture; sharded over expert",
     # separate names for expert layers, so that rules can shard them over other mesh axes than attention (folding)

@@ -196,6 +196,9 @@ def simulate_devices(n: int) -> None:
     # This must not start JAX, because `init_distributed` has to run before JAX starts.
     jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # A device may wait in several collectives at once. With a thread per device, XLA's default on few cores, no thread
+    # may be left for the device that the others wait for.
+    os.environ.setdefault("PJRT_NPROC", str(max(4 * n, os.cpu_count() or 1)))
     # XLA_FLAGS must not override this call
     flags = os.environ.get("XLA_FLAGS", "").split()
     os.environ["XLA_FLAGS"] = " ".join(f for f in flags if not f.startswith("--xla_force_host_platform_device_count"))

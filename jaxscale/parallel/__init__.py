@@ -19,15 +19,20 @@ from jaxscale.parallel.vocabulary import (
     vocabulary_sum,
 )
 from jaxscale.parallel.weight import Dense, Weight, as_weight
+from jaxscale.parallel.wires import Float32Wire, IntegerWire, SignWire, Wire
 
 __all__ = [
     "Capacity",
     "Choices",
     "Dense",
     "Logits",
+    "Float32Wire",
+    "IntegerWire",
+    "SignWire",
     "Slots",
     "Weight",
     "Weights",
+    "Wire",
     "anywhere",
     "as_weight",
     "average_copies",

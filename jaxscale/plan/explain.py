@@ -23,6 +23,7 @@ from jaxscale.plan.planner import why_not_compiled
 from jaxscale.plan.printing import Printable
 from jaxscale.plan.program_memory import ProgramBuffer, ProgramMemory, dims_key, program_memory, weight_shapes
 from jaxscale.plan.remedies import reported_out_of_memory
+from jaxscale.plan.slow_links import wire_notes
 from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.traffic import Traffic, traffic
 from jaxscale.step import Blueprint, TrainConfig, blueprint_of, is_pipelined, pipelined
@@ -138,6 +139,7 @@ def explain(run: Run | TrainConfig, topology: str | None = None, *, compile: boo
     kind = target.chip.kinds[0] if target is not None and target.chip.kinds else None
     compiled = estimated = flops = None
     notes = [*getattr(blueprint.tx, "notes", ()), *_pipeline_notes(blueprint, config)]
+    notes += wire_notes(blueprint)
     notes += filled_notes([blueprint.infos, blueprint.frozen], layout)
     if blueprint.adaptation is not None:
         notes.append(blueprint.adaptation.describe())

@@ -28,6 +28,7 @@ from jaxscale.plan.partition import Partitioned
 from jaxscale.plan.printing import Printable
 from jaxscale.plan.restarts import Restarts, best_interval, slowdown
 from jaxscale.plan.roofline import StepTime, Work, step_time
+from jaxscale.plan.slow_links import wire_notes
 from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.waterfall import step_terms
 from jaxscale.plan.work import work_of
@@ -400,7 +401,7 @@ def _branches(work: Work) -> Iterator[str]:
 
 
 def _notes(config: TrainConfig, target: Topology) -> tuple[str, ...]:
-    layout, notes = _layout(config), []
+    layout, notes = _layout(config), wire_notes(blueprint_of(config)[0])
     if layout.devices < target.devices:
         notes.append(f"the mesh {layout.mesh} uses {layout.devices} of the {target.devices} devices")
     if target.chip.efficiency:

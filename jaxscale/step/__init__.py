@@ -2,7 +2,7 @@
 
 from jaxscale.step.adaptation import Adaptation, Adapters
 from jaxscale.step.algorithm import Algorithm
-from jaxscale.step.algorithms import LocalSteps, MeZO
+from jaxscale.step.algorithms import DiLoCo, LocalReplicas, LocalSteps, MeZO, Replicas
 from jaxscale.step.backprop import Backprop, make_loss_and_grads, make_step
 from jaxscale.step.blueprint import blueprint_of, settled
 from jaxscale.step.callbacks import Callback
@@ -32,6 +32,7 @@ __all__ = [
     "CutLoss",
     "DPO",
     "IPO",
+    "DiLoCo",
     "Input",
     "KTO",
     "ORPO",
@@ -40,6 +41,7 @@ __all__ = [
     "Adapters",
     "LoRA",
     "Unfreeze",
+    "LocalReplicas",
     "LocalSteps",
     "Loss",
     "MaskedToken",
@@ -47,6 +49,7 @@ __all__ = [
     "MeZO",
     "NextToken",
     "Objective",
+    "Replicas",
     "Snapshots",
     "TrackedRun",
     "Tracker",

@@ -107,6 +107,17 @@ class Algorithm:
         """
         return None if averages(state_infos(blueprint.tx, blueprint.infos)) else "params"
 
+    def wire_bytes(self, blueprint: Blueprint) -> float | None:
+        """Return the bytes that each device sends over the mesh axis `replica` in a step, on average.
+
+        The planner shows them. They are those of ring algorithms, without metrics; `None` in this class, which means
+        that the step's collectives are the same in every step and the planner's tables have them.
+
+        Args:
+          blueprint: the run's blueprint.
+        """
+        return None
+
     def copies(self, params: Tree, batch: Tree) -> Iterator[tuple[Tree, Tree]]:
         """Yield the parameters of each model copy, and the rows of a batch that the copy is trained on.
 

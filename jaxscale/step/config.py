@@ -55,8 +55,8 @@ class TrainConfig:
       schedule: learning-rate schedule, such as `WarmupCosine()`; its peak is `lr`.
       clip_norm: the largest global norm (float32) of gradients, which are scaled down to it; `None` does not clip.
       accumulate: micro-batches in a step; changes memory, not the gradient.
-      algorithm: what owns the state and takes steps: `Backprop()`, `MeZO()`, `WeightEMA()`, `LocalSteps()`, or your own
-        `Algorithm`.
+      algorithm: what owns the state and takes steps: `Backprop()`, `MeZO()`, `WeightEMA()`, `LocalSteps()`, `DiLoCo()`,
+        or your own `Algorithm`.
       objective: what training minimises: `NextToken()`, whose `loss` and `z_loss` define the loss of each token, or
         your own `Objective`.
       balance_rate: how much a step changes the biases of balanced routers (see `jaxscale.nn.SigmoidRouter`).

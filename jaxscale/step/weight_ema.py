@@ -113,6 +113,10 @@ class WeightEMA(Algorithm):
         same = all(i.dtype == jnp.float32 for i in jax.tree.leaves(blueprint.infos))
         return "extra/average" if same and self.inner.weights_in(blueprint) == "params" else None
 
+    def wire_bytes(self, blueprint: Blueprint) -> float | None:
+        """Return the bytes of the inner algorithm."""
+        return self.inner.wire_bytes(blueprint)
+
     def copies(self, params: Tree, batch: Tree) -> Iterator[tuple[Tree, Tree]]:
         """Return the copies of the inner algorithm."""
         return self.inner.copies(params, batch)

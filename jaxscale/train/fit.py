@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,10 +130,25 @@ def _check_staging(config: TrainConfig, folder: Path | None) -> None:
             f"train.staging = '{config.staging}' is for runs in a bucket, and {folder or 'runs/'} is on a disk; leave "
             "it out, or name a bucket, such as --run s3://bucket/runs/one"
         )
-    if len(set(agree.gather(machine()))) > 1:
+    staging = Path(config.staging).expanduser()
+    probe, fault = staging / f".probe-{os.urandom(4).hex()}", ""
+    if jax.process_index() == 0:
+        try:
+            staging.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+        except OSError as e:
+            fault = f"cannot be written: {e.strerror}"
+    name, fault = agree.broadcast([probe.name, fault])
+    blind = [i for i, sees in enumerate(agree.gather(bool(fault) or (staging / name).exists())) if not sees]
+    if jax.process_index() == 0:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    if blind:
+        fault = f"needs one disk for all processes, and process {blind[0]} does not see what process 0 writes there"
+    if fault:
         raise ConfigError(
-            f"train.staging = '{config.staging}' needs one disk for all processes, and they are on several machines; "
-            "leave it out: each process then writes its shards into the bucket"
+            f"train.staging = '{config.staging}' {fault}; name a folder of such a disk, or leave it out: each process "
+            "then writes its shards into the bucket"
         )
 
 

@@ -25,6 +25,7 @@ import jax
 from jaxscale.errors import LOST, JaxscaleError
 from jaxscale.step.watchdog import BEAT, Watchdog
 from jaxscale.train.listener import Coordinator, Listener, connect, lines, listen_address, machine, new_token
+from jaxscale.working_copy import as_named
 
 FEW = 64
 """With at most this many processes, process 0 sends them each of its phases at once; with more, once a second."""
@@ -336,7 +337,7 @@ class _Member(Watch):
                 import traceback
 
                 traceback.print_exception(self.raised)
-            print(f"{last}: {self.run}", file=sys.stderr, flush=True)
+            print(f"{last}: {as_named(self.run)}", file=sys.stderr, flush=True)
             row = {"time": time.time(), "verdict": verdict, "process": self.me, "where": self._where()}
             with contextlib.suppress(OSError), (self.run / "failures.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")

@@ -24,6 +24,7 @@ from jaxscale.train.checkpoints.places import DiskPlace
 from jaxscale.train.checkpoints.staged import StagedCheckpoints
 from jaxscale.train.checkpoints.store import Checkpoints
 from jaxscale.train.files import read_json, write_json
+from tests.truth.runs import BIGRAM, environment, write_gin
 from tests.truth.servers import failing, object_stores
 
 pytest.importorskip("moto", reason="needs moto[server] and gcp-storage-emulator")
@@ -229,6 +230,8 @@ def test_checkpoints_are_staged_on_a_disk_and_read_from_whichever_is_whole(store
     with pytest.raises(ConfigError, match="train.staging = 'x' is for runs in a bucket, and here is on a disk; leave"):
         js.fit(run="here", staging="x", **SETTINGS)
     assert not Path("here").exists()
+    with pytest.raises(ConfigError, match="staging = '/dev/null/x' cannot be written: Not a directory; name a folder"):
+        js.fit(run=f"{url}-2", **SETTINGS, staging="/dev/null/x")
 
 
 def test_what_cannot_be_reached_is_one_sentence_before_training(stores, tmp_path, monkeypatch):
@@ -519,3 +522,78 @@ def test_processes_see_that_one_gave_up_even_if_it_cannot_delete(tmp_path, monke
         with pytest.raises(BucketError):
             place.abandon(2, "0" * 8)
     assert place.is_abandoned(2, "0" * 8)
+
+
+def test_google_refuses_a_manifest_that_exists_and_the_loser_sees_it(stores, tmp_path, monkeypatch):
+    """No emulator of PyPI honours `ifGenerationMatch`; this proxy does, as the protocol says."""
+    written: set[str] = set()
+
+    def conditional(method, path):
+        name = path.partition("name=")[2].partition("&")[0]
+        if method == "POST" and "ifGenerationMatch=0" in path and name in written:
+            return 412
+        if method == "POST":
+            written.add(name)
+        return None
+
+    url = f"gs://runs/{tmp_path.name}/checkpoints"
+    with failing(stores["STORAGE_EMULATOR_HOST"], conditional) as proxy:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy)
+        first, second = BucketPlace(url), BucketPlace(url)
+        first.take("0" * 8)
+        first.publish(2, "0" * 8, b"the manifest")
+        first.publish(2, "0" * 8, b"the manifest")  # the answer was lost, and the request sent again
+        second.take("1" * 8)
+        with pytest.raises(FileExistsError, match="written by another process"):
+            second.publish(2, "1" * 8, b"another")
+        assert first.finished(2).read("manifest.json").tobytes() == b"the manifest"
+    assert len(written) == 2
+
+
+FAULTS = """
+import os, pathlib, signal
+import jax
+import tests.truth.runs
+from jaxscale.train import fit
+from jaxscale.train.loop import Loop
+
+place, check = Loop._place, fit._check_staging
+
+def placed(self, done):
+    if done + 1 == 6 and jax.process_index() == 1 and not pathlib.Path("killed").exists():
+        self.checkpoints.wait()
+        pathlib.Path("killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return place(self, done)
+
+def at_home(*args):
+    os.environ["HOME"] = os.path.join(os.environ["HOMES"], str(jax.process_index()))
+    check(*args)
+
+Loop._place, fit._check_staging = placed, at_home
+"""
+
+
+@pytest.mark.long
+def test_two_processes_write_into_a_bucket_and_go_on_after_one_is_killed(tmp_path, monkeypatch, capfd):
+    (tmp_path / "faults.py").write_text(FAULTS)
+    gin = write_gin(tmp_path / "small.gin", "import faults\n" + BIGRAM)
+    monkeypatch.chdir(tmp_path)
+    for name, value in {**environment(), "HOMES": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    command = ["launch", "--nproc", "2", "--", "train", str(gin), "--devices", "2", "--gin.Layout.mesh=data=-1",
+               "--gin.train.steps=8", "--gin.train.checkpoint_every=2", "--continue", "--run"]  # fmt: skip
+    url = f"s3://runs/{tmp_path.name}"
+    assert main([*command, f"{url}/apart", "--gin.train.staging='~/staging'"]) == MISTAKE
+    assert "and process 1 does not see what process 0 writes there" in capfd.readouterr().err
+    losses = []
+    for name, more in (("direct", []), ("staged", [f"--gin.train.staging='{tmp_path}/disk'"])):
+        Path("killed").unlink(missing_ok=True)
+        assert main([*command, f"{url}/{name}", *more]) == 0
+        text = capfd.readouterr().err
+        assert "process 1 was killed by SIGKILL; restart 1 of 3" in text
+        assert f"the last finished checkpoint is of step 4: {url}/{name}" in text
+        assert main(["checkpoint", "verify", f"{url}/{name}"]) == 0
+        working_copy._fetched.clear()
+        losses.append([(row["step"], row["loss"]) for row in js.load(f"{url}/{name}").metrics()])
+    assert losses[0] == losses[1] and [step for step, _ in losses[0]] == list(range(1, 9))

@@ -1,4 +1,4 @@
-"""The config of a decoder-only transformer, and what follows from it: sizes, parameters, FLOPs, activations."""
+"""The config of a decoder-only transformer, and what follows from it: sizes, layers, parameters, FLOPs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxscale.config import register
@@ -18,8 +17,9 @@ from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout, TensorInfo, abstract
 from jaxscale.models.block_config import BlockConfig, LayerSpec
 from jaxscale.models.positions import Learned, rotary_of
-from jaxscale.models.sizes import Sizes, gated, hidden_width, router_width
+from jaxscale.models.sizes import Sizes, gated
 from jaxscale.models.transformer_checks import check_row, check_transformer, idle
+from jaxscale.models.transformer_formulas import forward_products, residuals
 from jaxscale.nn import (
     AttentionKernel,
     AttentionLayer,
@@ -398,19 +398,7 @@ class TransformerConfig:
           batch: number of rows.
           seq: tokens per row.
         """
-        z = self.sizes
-        mixed: dict[str, int] = {}
-        for layer in self.layer_specs():
-            for name, n in layer.mixer.products(self, batch, seq, layer.window).items():
-                mixed[name] = mixed.get(name, 0) + n
-        through = [(hidden_width(m, z.hidden), gated(m), router_width(m)) for m in self.layer_mlps()]
-        per_layer = 2 * batch * seq * z.width
-        return mixed | {
-            "router": per_layer * sum(scores for _, _, scores in through),
-            "mlp_up": per_layer * sum(hidden * (1 + gated) for hidden, gated, _ in through),
-            "mlp_down": per_layer * sum(hidden for hidden, _, _ in through),
-            "logits": 2 * batch * seq * z.width * self.vocab,
-        }
+        return forward_products(self, batch, seq)
 
     @property
     def cache_width(self) -> int:
@@ -437,48 +425,4 @@ class TransformerConfig:
         Raises:
           ConfigError: the layer's mixer is not `attention_layer`.
         """
-        mixer = self.layer_specs()[layer].mixer
-        if mixer != self.attention_layer:
-            raise ConfigError(
-                f"the residuals of {type(mixer).__name__} have no formula; `jaxscale plan` takes them from the traced "
-                "step"
-            )
-        z = self.sizes
-
-        def tensors(name: str, sizes: dict[str, int], count: int = 1, dtype: str = self.dtype) -> tuple[Any, ...]:
-            axes, shape = ("batch", *sizes), (batch, *sizes.values())
-            return (TensorInfo(name, shape, jnp.dtype(dtype), axes),) * count
-
-        stream = {"residual_seq": seq, "embed": z.width}
-        last = self.layer_mlps()[layer]
-        gates = 1 + gated(last)
-        up: tuple[Any, ...] = tensors("mlp_up", {"seq": seq, "mlp": z.hidden}, gates)
-        if isinstance(last, MixtureOfExperts):
-            one, shared = last.widths(z.hidden)
-            rows = {"expert_batch": batch, "expert_seq": seq * last.top_k, "expert_mlp": one}
-            if (slots := last.slots(seq)) is not None:
-                rows["expert_seq"] = slots.slots * last.experts * (seq // slots.group)
-            one_up = TensorInfo("mlp_up", tuple(rows.values()), jnp.dtype(self.dtype), tuple(rows))
-            up = (one_up,) * gates + tensors("mlp_up", {"seq": seq, "mlp": shared}, gates if shared else 0)
-        heads = {"seq": seq, "heads": z.heads, "head_dim": z.head_dim}
-        kv = {"seq": seq, "kv_heads": z.kv_heads, "head_dim": z.head_dim}
-        values = {"seq": seq, "kv_heads": z.kv_heads, "head_dim": z.value_dim}
-        mixed = {"seq": seq, "heads": z.heads, "head_dim": z.value_dim}
-        latent = {"seq": seq, "latent": sum(p.outer for p in self.projections() if p.axis == "latent")}
-        norms = (1 if self.parallel else 2) * self.pre_norm + 2 * self.post_norm
-        inner = 1 if self.dtype == "float32" else 2
-        dense = self.attention is dot_product_attention
-        return {
-            "residual": tensors("residual", stream),
-            "residual_mid": tensors("residual_mid", stream, 0 if self.parallel else 1),
-            "norm": tensors("norm", stream, norms),
-            "qkv": tensors("q", heads) + tensors("kv", kv) + tensors("kv", values),
-            "scores": tensors("scores", {"heads": z.heads, "seq": seq, "kv_seq": seq}, 1 if dense else 0),
-            "attn_out": tensors("attn_out", mixed),
-            "lse": tensors("lse", {"seq": seq, "heads": z.heads}, 0 if dense else 1, "float32"),
-            "mlp_up": up,
-            "mlp_hidden": tuple(dataclasses.replace(i, path="mlp_hidden") for i in up[::gates]),
-            "unnamed": tensors("norm", stream, norms * inner, "float32")
-            + tensors("latent", latent, (2 * inner + 1) * bool(latent["latent"]))
-            + tuple(dataclasses.replace(i, path="gate") for i in up[::gates]) * (3 if gates > 1 else 1),
-        }
+        return residuals(self, batch, seq, layer)

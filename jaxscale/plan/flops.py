@@ -73,11 +73,6 @@ class Flops:
         """FLOPs by module, most first."""
         return self.by("module")
 
-    @property
-    def by_dtype(self) -> dict[str, int]:
-        """FLOPs by the operands' dtype, most first."""
-        return self.by("dtype")
-
     def to_json(self) -> dict[str, Any]:
         """Return totals, breakdowns and rows as plain values."""
         return {

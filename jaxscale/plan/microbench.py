@@ -300,17 +300,3 @@ def _levels(fits: list[collective_bench.LinkFit]) -> tuple[Link, ...]:
             None,
         ),
     )
-
-
-def bandwidth_at(chip: Chip, size: float) -> float:
-    """Bytes/s of a chip's memory for a copy: from the measured curve, interpolated in the logarithm, if it has one.
-
-    Args:
-      chip: the hardware.
-      size: bytes to copy.
-    """
-    curve = chip.measured.get("copy")
-    if not curve:
-        return chip.bandwidth * chip.efficiency.get("memory", 1.0)
-    sizes, rates = zip(*curve, strict=True)
-    return float(np.interp(np.log(size), np.log(sizes), rates))

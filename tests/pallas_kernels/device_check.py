@@ -29,8 +29,9 @@ from jaxscale.testing.ops import UNIT, allowed
 from pallas_kernels import dispatch, withdrawn
 from pallas_kernels.errors import KernelError
 from tests.pallas_kernels import parity, real_sizes
+from tests.pallas_kernels.comparison import Program, Work
 from tests.pallas_kernels.flash_attention import grid
-from tests.pallas_kernels.parity import Program, Work
+from tests.pallas_kernels.works import works as table_works
 
 RERUNS = 3
 """Runs after the first one and before memory is filled."""
@@ -46,7 +47,7 @@ A piece is compared with its own norm and the usual one, since the norm of few e
 def works(platform: str) -> list[Work]:
     """Return everything that is checked on a platform: the work of the parity table, and that of real sizes."""
     control = [_control()] if platform == "gpu" else []
-    return [*control, *parity.works(), *_deterministic(), *real_sizes.works(small=platform == "cpu")]
+    return [*control, *table_works(), *_deterministic(), *real_sizes.works(small=platform == "cpu")]
 
 
 def _control() -> Work:

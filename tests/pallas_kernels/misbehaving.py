@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.errors import KernelError
-from tests.pallas_kernels.parity import Program, Work
+from tests.pallas_kernels.comparison import Program, Work
 
 SHAPE = (8, 32)
 

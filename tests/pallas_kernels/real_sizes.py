@@ -20,11 +20,12 @@ from pallas_kernels.blockwise import ADAMW
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.softmax import log_softmax, logsumexp, softmax
+from tests.pallas_kernels.comparison import Program, Work
 from tests.pallas_kernels.cut_cross_entropy import cases as loss_cases
 from tests.pallas_kernels.decode_attention import cases as decode_cases
 from tests.pallas_kernels.flash_attention import cases as attention_cases
 from tests.pallas_kernels.flash_attention import grid
-from tests.pallas_kernels.parity import Program, Work, loss_and_gradients, update_program
+from tests.pallas_kernels.works import loss_and_gradients, update_program
 
 
 def works(small: bool = False) -> Iterator[Work]:

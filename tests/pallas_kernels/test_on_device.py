@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from pallas_kernels import dispatch, withdrawn
-from tests.pallas_kernels import device_check, device_rows, misbehaving, on_device, parity
+from tests.pallas_kernels import comparison, device_check, device_rows, misbehaving, on_device, parity, works
 from tests.pallas_kernels.misbehaving import half_written, one_row_wrong, program, raises, refused, right, unlike, wrong
 from tests.pallas_kernels.on_device import Process, Task, Worker
 
@@ -65,10 +65,10 @@ def test_memory_is_filled_with_nan():
 
 
 def test_other_seeds_draw_other_data_and_the_tables_stay():
-    work = next(w for w in parity.works() if w.op == "decode_attention")
+    work = next(w for w in works.works() if w.op == "decode_attention")
     key = lambda seed: str(jax.tree.leaves(work.make(seed).arrays)[0])  # noqa: E731
     assert len({key(None), key(1), key(2)}) == 3 and key(1) == key(1)
-    assert parity.draws(2, None) == 2
+    assert comparison.draws(2, None) == 2
 
 
 # processes ---------------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def table(tmp_path, monkeypatch):
 
 def test_every_row_has_an_entry_that_withdraws_what_it_ran(table):
     """Uses the ops' own static cases, so that names in an entry exist."""
-    once = {(w.op, *w.parts): w for w in parity.works() if w.dtype == "bfloat16"}
+    once = {(w.op, *w.parts): w for w in works.works() if w.dtype == "bfloat16"}
     for work in once.values():
         made = work.make(None)
         with dispatch.choosing() as ran:

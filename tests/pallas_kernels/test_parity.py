@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pallas_kernels import dispatch, parity
-from tests.pallas_kernels.parity import BACKENDS, Case, cases, committed, measure
+from tests.pallas_kernels.comparison import Case
+from tests.pallas_kernels.parity import BACKENDS, cases, committed, measure
 
 CASES = {c.name: c for c in cases()}
 HERE = tuple(b for b in BACKENDS if b != "mosaic_gpu" or dispatch.JAX_VERSION >= (0, 11))

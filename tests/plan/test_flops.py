@@ -126,7 +126,7 @@ def test_operations_are_counted_by_dtype():
     rows = [r for r in step("Mixtral", "none").rows if r.matmul]
     of = lambda module: {r.dtype for r in rows if r.module.endswith(module)}  # noqa: E731
     assert of("mlp/router") == {"float32"} and of("mlp/experts") == of("attn/qkv") == {"bfloat16"}
-    assert sum(step("Mixtral", "none").by_dtype.values()) == step("Mixtral", "none").total
+    assert sum(step("Mixtral", "none").by("dtype").values()) == step("Mixtral", "none").total
 
 
 X = jax.ShapeDtypeStruct((4, 8), jnp.float32)

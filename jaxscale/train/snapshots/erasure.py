@@ -54,10 +54,6 @@ class Code:
         """Return the stripes of a process's pieces, in the order of the pieces."""
         return [s for s in range(self.count) if process not in self.holders(s)]
 
-    def stripe_held(self, process: int, row: int) -> int:
-        """Return the stripe of which a process holds parity `row`."""
-        return (process - row) % self.count
-
     @functools.cached_property
     def matrix(self) -> np.ndarray:
         """uint8 (parity, count): each process's factor in each parity; all 1 in the first, which is a plain XOR."""

@@ -38,8 +38,9 @@ import numpy as np  # noqa: E402
 from experiments.benchmarks.measure import commit  # noqa: E402
 from pallas_kernels import dispatch, flash_attention  # noqa: E402
 from pallas_kernels.flash_attention import xla  # noqa: E402
+from tests.pallas_kernels.comparison import Case, Program, Work, draws, lines  # noqa: E402
 from tests.pallas_kernels.flash_attention import cases as shared  # noqa: E402
-from tests.pallas_kernels.parity import THREADS, Case, Program, Row, Work, draws, lines, measure  # noqa: E402
+from tests.pallas_kernels.parity import THREADS, Row, measure  # noqa: E402
 
 FEATURES: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16", "float16"),

@@ -396,11 +396,13 @@ def test_a_warning_names_a_run_folder_on_a_local_disk(kind, warned, monkeypatch,
 @pytest.mark.parametrize(
     "tracker, words, line",
     [
-        ("@Wandb()", [], "Wandb(), and the hosts do not have WANDB_API_KEY of your shell; pass on"),
+        ("@Wandb()", [], "Wandb(), and the hosts do not have WANDB_API_KEY or WANDB_MODE of your shell"),
         ("@MLflow()", [], "--secret MLFLOW_TRACKING_URI"),
         ("@Wandb()", ["--secret", "WANDB_API_KEY"], None),
         ("@MLflow()", ["--env", "MLFLOW_TRACKING_URI=http://host"], None),
         ("@Wandb()", ["--gin.Wandb.mode=offline"], None),
+        ("@Wandb()", ["--env", "WANDB_MODE=offline"], None),
+        ("@MLflow()", ["--gin.MLflow.uri=http://host"], None),
         ("@TensorBoard()", [], None),
     ],
 )

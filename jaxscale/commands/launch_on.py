@@ -266,7 +266,7 @@ def warn_about_trackers(config: TrainConfig, job: Job, launcher: Launcher) -> No
         if names and not {*names} & {*job.secrets, *job.env}:
             print(
                 f"jaxscale: warning: train.trackers has {type(tracker).__name__}(), and the hosts do not have "
-                f"{' or '.join(names)} of your shell; pass on what it needs, such as --secret {names[0]}",
+                f"{' or '.join(names)} of your shell; pass it on with --secret {names[0]}",
                 file=sys.stderr,
             )
 

@@ -97,7 +97,7 @@ class Tracker:
             )
 
     def variables(self) -> tuple[str, ...]:
-        """Return the environment variables with its credentials or its address, which a new machine does not have."""
+        """Return the environment variables of which it needs one on a new machine, such as that of its API key."""
         return ()
 
     def start(self, run: TrackedRun) -> Tracking:

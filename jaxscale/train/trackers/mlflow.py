@@ -50,8 +50,8 @@ class MLflow(Tracker):
             )
 
     def variables(self) -> tuple[str, ...]:
-        """Return the variable of the address, unless `uri` is set, and that of the token."""
-        return ("MLFLOW_TRACKING_TOKEN",) if self.uri else ("MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_TOKEN")
+        """Return the variable of the address, unless `uri` is set."""
+        return () if self.uri else ("MLFLOW_TRACKING_URI",)
 
     def start(self, run: TrackedRun) -> Tracking:
         """Create a run, or continue the one whose id is stored; a sweep's trials have the tag `sweep`."""

@@ -47,8 +47,8 @@ class Wandb(Tracker):
             raise ConfigError(f"Wandb.mode = {self.mode!r} does not exist{near(str(self.mode), _MODES)}")
 
     def variables(self) -> tuple[str, ...]:
-        """Return the variable of the API key, which is needed online."""
-        return ("WANDB_API_KEY",) if self.mode in (None, "online") else ()
+        """Return the variable of the API key, which is needed online, and that of the mode."""
+        return {None: ("WANDB_API_KEY", "WANDB_MODE"), "online": ("WANDB_API_KEY",)}.get(self.mode, ())
 
     def start(self, run: TrackedRun) -> Tracking:
         """Start a run, or continue the one with the stored id."""

@@ -7,6 +7,7 @@ from jaxscale.step.backprop import Backprop, make_loss_and_grads, make_step
 from jaxscale.step.blueprint import blueprint_of, settled
 from jaxscale.step.callbacks import Callback
 from jaxscale.step.config import TrainConfig
+from jaxscale.step.histograms import Histograms
 from jaxscale.step.lora import LoRA
 from jaxscale.step.loss import AutoLoss, CutLoss, Loss, MaterialisedLoss
 from jaxscale.step.objective import Input, NextToken, Objective, token_loss
@@ -17,7 +18,7 @@ from jaxscale.step.rates import model_flops
 from jaxscale.step.snapshots import Snapshots
 from jaxscale.step.state import Blueprint, TrainState, describe_model, make_params
 from jaxscale.step.step import batch_sharding, batch_shardings, jit_step
-from jaxscale.step.trackers import TrackedRun, Tracker, Tracking
+from jaxscale.step.trackers import Histogram, TrackedRun, Tracker, Tracking
 from jaxscale.step.unfreeze import Unfreeze
 from jaxscale.step.user_metrics import log
 from jaxscale.step.watchdog import Watchdog
@@ -33,6 +34,8 @@ __all__ = [
     "DPO",
     "IPO",
     "DiLoCo",
+    "Histogram",
+    "Histograms",
     "Input",
     "KTO",
     "ORPO",

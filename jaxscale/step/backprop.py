@@ -16,6 +16,7 @@ from jaxscale.optim import apply_gradients, gradient_norm
 from jaxscale.optim.base import Schedule
 from jaxscale.step.algorithm import NEXT_TOKEN, Algorithm, Metrics, Step, Tree
 from jaxscale.step.guards import Guard, judge
+from jaxscale.step.histograms import of_gradients
 from jaxscale.step.objective import Batch, Objective, Totals, check_additive, terms_of
 from jaxscale.step.pipeline import is_pipelined, pipelined, split_rows
 from jaxscale.step.state import Blueprint, TrainState
@@ -76,6 +77,7 @@ def make_step(
         with jax.named_scope("gradient_norm"):
             norm = gradient_norm(grads)
         metrics = {**metrics, "grad_norm": norm}
+        counts_of_grads = of_gradients(grads, state.step + 1)
         accepted, memory, counts = judge(guards, state, metrics)
 
         def updated() -> tuple[Tree, Tree]:
@@ -87,7 +89,7 @@ def make_step(
         with jax.named_scope("optimizer"):
             # `cond` and not `where`, which would need memory for both old and new state. All devices agree on it.
             params, opt_state = updated() if accepted is None else jax.lax.cond(accepted, updated, unchanged)
-        metrics |= counts
+        metrics |= counts | counts_of_grads
         if schedule is not None:
             metrics["lr"] = jnp.asarray(schedule(state.step), jnp.float32)
         return state.replace(step=state.step + 1, params=params, opt_state=opt_state, guards=memory), metrics

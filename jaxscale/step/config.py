@@ -23,6 +23,7 @@ from jaxscale.step.algorithm import Algorithm
 from jaxscale.step.backprop import Backprop
 from jaxscale.step.callbacks import check_callbacks
 from jaxscale.step.guards import FiniteGuard, Guard
+from jaxscale.step.histograms import Histograms
 from jaxscale.step.loss import Loss
 from jaxscale.step.objective import NextToken, Objective, token_loss
 from jaxscale.step.objective_checks import check_objective_of
@@ -77,6 +78,8 @@ class TrainConfig:
       watchdog: when another process counts as failed, which ends this one.
       trackers: where metrics go besides `metrics.jsonl`, such as `TensorBoard()`, `Wandb()`, `MLflow()` and
         `Trackio()` (see `jaxscale.step.trackers`).
+      histograms: parameters and gradients of which the trackers get histograms, such as
+        `Histograms(params=("embed",), every=100)`; `None` makes none.
       callbacks: your own code after steps, evaluations and checkpoints (see `jaxscale.step.Callback`).
 
     Raises:
@@ -116,6 +119,7 @@ class TrainConfig:
     snapshots: Snapshots = Snapshots(every=0)
     watchdog: Watchdog = Watchdog()
     trackers: tuple[Tracker, ...] = ()
+    histograms: Histograms | None = None
     callbacks: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
@@ -189,6 +193,11 @@ class TrainConfig:
                 f"train.trackers must be a tuple of trackers, such as (TensorBoard(),), not {self.trackers!r}"
             )
         object.__setattr__(self, "trackers", tuple(self.trackers))
+        if not isinstance(self.histograms, Histograms | None):
+            raise ConfigError(
+                f"train.histograms must be Histograms() or None, not {_called(self.histograms)}"
+                f"{meant(self.histograms)}"
+            )
         object.__setattr__(self, "callbacks", check_callbacks(self.callbacks))
 
     def _check_evaluate_on(self) -> None:

@@ -61,6 +61,10 @@ def _of_run(c: TrainConfig, blueprint: Blueprint) -> Findings:
         yield "train.eval_every", c.eval_every, ends
     if c.evaluate_on and not c.eval_batches:
         yield "train.evaluate_on", list(c.evaluate_on), "train.eval_batches = 0 never evaluates"
+    if c.histograms is not None and not c.trackers:
+        yield "train.histograms", c.histograms, "there are no trackers (train.trackers) to send them to"
+    elif c.histograms is not None and c.histograms.every > c.steps:
+        yield "Histograms.every", c.histograms.every, ends
     if c.checkpoint_every > c.steps:
         yield "train.checkpoint_every", c.checkpoint_every, ends
     once = not c.checkpoint_every or c.checkpoint_every >= c.steps

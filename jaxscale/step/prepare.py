@@ -28,6 +28,7 @@ from jaxscale.step.backprop import numbered
 from jaxscale.step.blueprint import abstract_inputs, blueprint_of, shapes_of
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.effects import without_effect
+from jaxscale.step.histograms import with_histograms
 from jaxscale.step.objective import Totals, terms_of
 from jaxscale.step.objective_checks import check_linear, check_numbers, merge_totals
 from jaxscale.step.pipeline import is_pipelined, pipelined
@@ -86,7 +87,10 @@ class Prepared:
         Args:
           config: the run's settings.
         """
-        return jit_step(self.plain_step(config), self.blueprint, self.batch_shardings())
+        step = self.plain_step(config)
+        if config.histograms is not None and config.trackers:
+            step = with_histograms(step, config.histograms)
+        return jit_step(step, self.blueprint, self.batch_shardings())
 
     def eval_of(self, config: TrainConfig) -> Callable[..., Any]:
         """Return the jitted evaluation of a batch (see `make_eval`).
@@ -250,7 +254,17 @@ def check(config: TrainConfig) -> tuple[Blueprint, Schedule | None]:
     ):
         log.warning("%s", sentence)
     _trace(blueprint, config)
+    if config.histograms is not None and config.histograms.grads:
+        _check_gradients(blueprint, config, schedule)
     return blueprint, schedule
+
+
+def _check_gradients(blueprint: Blueprint, config: TrainConfig, schedule: Schedule | None) -> None:
+    """Check that the algorithm's step computes gradients, of which histograms can be made."""
+    assert config.histograms is not None
+    step = with_histograms(step_of(blueprint, config, schedule), config.histograms)
+    with config.layout if config.layout is not None else contextlib.nullcontext():
+        jax.eval_shape(step, blueprint.abstract_state(), abstract_inputs(config))
 
 
 def check_quickly(blueprint: Blueprint, config: TrainConfig) -> None:
@@ -271,6 +285,8 @@ def check_quickly(blueprint: Blueprint, config: TrainConfig) -> None:
             pipeline = pipelined(blueprint.of_model(), config.objective)
             for rows in (config.micro_batch, config.batch_size):  # of a training step, and of an evaluation
                 pipeline.table(rows)
+    if config.histograms is not None:
+        config.histograms.check(blueprint)
     config.algorithm.check(config, blueprint)
     if layout is not None:
         _check_rows(config, layout)

@@ -1,7 +1,8 @@
 """The interface of trackers (`train.trackers`): programs and services that display metrics of runs.
 
-A tracker has four calls: `Tracker.start` makes a `Tracking`, which has `log`, `artifact` and `finish`. Training makes
-all four on a thread of the tracker's own (`jaxscale.train.tracking`), so that they may block or raise.
+A tracker has four calls: `Tracker.start` makes a `Tracking`, which has `log`, `artifact` and `finish`; a fifth,
+`histograms`, is for those that display histograms. Training makes all of them on a thread of the tracker's own
+(`jaxscale.train.tracking`), so that they may block or raise.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
+
+import numpy as np
 
 from jaxscale.errors import ConfigError
 
@@ -38,6 +41,26 @@ class TrackedRun:
     stored: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True)
+class Histogram:
+    """Counts of a tensor's elements (see `jaxscale.step.histograms`).
+
+    Args:
+      counts: int64 (bins,), the finite elements of each bin. A bin has its lower edge, and the last one both.
+      edges: float64 (bins + 1,), increasing.
+      nonfinite: number of NaNs and infinities, which are in no bin.
+    """
+
+    counts: np.ndarray
+    edges: np.ndarray
+    nonfinite: int = 0
+
+    @property
+    def middles(self) -> np.ndarray:
+        """The middle of each bin, float64 (bins,)."""
+        return self.edges[:-1] / 2 + self.edges[1:] / 2
+
+
 class Tracking:
     """A tracker at work on one run. All calls come from one thread; each may raise.
 
@@ -61,8 +84,16 @@ class Tracking:
         """Record a file.
 
         Args:
-          path: the file, such as the run's `loss.png`, `config.gin` or `samples.jsonl`.
+          path: the file: the run's `config.gin`, `loss.png`, `samples.jsonl` or `run.json`.
           step: the run's step.
+        """
+
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Record histograms of tensors; by default nothing.
+
+        Args:
+          step: the step, from 1.
+          histograms: histograms by name, such as "params/embed/weight" or "grads/embed/weight".
         """
 
     def finish(self, status: str) -> None:
@@ -71,6 +102,15 @@ class Tracking:
         Args:
           status: of the run: "finished", "paused", "stopped" or "failed".
         """
+
+
+def nonfinite(histograms: Mapping[str, Histogram]) -> dict[str, float]:
+    """Return how many elements are not finite, as `nonfinite/NAME`, for each histogram with such elements.
+
+    Args:
+      histograms: histograms by name.
+    """
+    return {f"nonfinite/{name}": float(h.nonfinite) for name, h in histograms.items() if h.nonfinite}
 
 
 class Tracker:

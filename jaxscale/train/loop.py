@@ -17,6 +17,7 @@ from jaxscale.errors import CheckpointError, RunError
 from jaxscale.interrupts import STOPS
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.guards import RollBack, Watched
+from jaxscale.step.histograms import HISTOGRAMS
 from jaxscale.step.prepare import Prepared
 from jaxscale.step.rates import examples, model_flops, peak_flops
 from jaxscale.step.state import TrainState
@@ -266,6 +267,7 @@ class Loop:
             save = not last and _every(config.checkpoint_every, now)
             while len(pending) > (0 if evaluate or last or save else self.lag):
                 step, metrics = pending.pop(0)
+                counts: Any = metrics.pop(HISTOGRAMS, {})
                 row = self._numbers(step, metrics)
                 for watch in self.watches:
                     watch.after(step, row)
@@ -279,6 +281,10 @@ class Loop:
                     self._phase(now, "callbacks", disk=True)
                     self.calls.step(row, state, evaluate and step == now)
                 self._write(row, files)
+                if counts and config.histograms is not None and _every(config.histograms.every, step):
+                    self.record.histograms(step, counts)
+                if evaluate and step == now and now < self.last:
+                    self.record.progress(now)
             if save:
                 self._phase(now, "save", disk=True)
                 self._save(state)

@@ -8,7 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from jaxscale.errors import DataError, RunError
+from jaxscale.step.histograms import on_host
 from jaxscale.step.prepare import Prepared
 from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.files import CONFIG, INFO, write_json
@@ -16,6 +19,8 @@ from jaxscale.train.goodput import Goodput
 from jaxscale.train.metrics import MetricsFile
 from jaxscale.train.run import HF, RunFolder, about, bring_companions, write_config
 from jaxscale.train.tracking import Trackers, tracked
+
+LOSS = "loss.png"
 
 
 class Record:
@@ -69,9 +74,25 @@ class Record:
         self._trackers.artifact(run.path / CONFIG, first)
         return [metrics, self._trackers]
 
+    def histograms(self, step: int, counts: Any) -> None:
+        """Send histograms to the trackers.
+
+        Args:
+          step: the step, from 1.
+          counts: what the step counted (see `jaxscale.step.histograms.count`).
+        """
+        if self._trackers is not None:
+            self._trackers.histograms(step, on_host(jax.device_get(counts)))
+
+    def progress(self, step: int) -> None:
+        """Send the loss so far to the trackers as a picture, which the thread of a tracker draws."""
+        if self._trackers is not None:
+            self._trackers.artifact(self.run.path / LOSS, step, self.run.plot)
+
     def finish(self) -> None:
         """Finish the trackers, after the last picture and sample; waits for a limited time."""
         if self._trackers is not None:
+            self._trackers.artifact(self.run.path / INFO, self._written["step"])
             self._trackers.finish(self._written["status"])
 
     def status(self, status: str, step: int, error: BaseException | None = None) -> None:
@@ -133,12 +154,12 @@ class Record:
         if not self.run.is_main:
             return
         try:
-            self.run.plot(self.run.path / "loss.png")
+            self.run.plot(self.run.path / LOSS)
         except RunError as e:
             self.warn(f"{e}")
             return
         if self._trackers is not None:
-            self._trackers.artifact(self.run.path / "loss.png", self._written["step"])
+            self._trackers.artifact(self.run.path / LOSS, self._written["step"])
 
     def _started_from(self, before: dict[str, Any]) -> dict[str, Any]:
         """Entry with the run and checkpoint of the first parameters; looked up once, since that run may be deleted."""

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import ast
 import collections
+import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxscale import config as gin_config
 from jaxscale.errors import AlteredFile, RunError
 from jaxscale.step.config import TrainConfig
-from jaxscale.step.trackers import TrackedRun, Tracker, Tracking
+from jaxscale.step.trackers import Histogram, TrackedRun, Tracker, Tracking
 from jaxscale.train.files import TRACKERS, read_json, write_json
 
 WAITING = 1000
 """Rows that wait for a tracker at most; further ones are dropped."""
+
+WAITING_HISTOGRAMS = 10
+"""Steps whose histograms wait for a tracker at most; further ones are dropped."""
 
 PATIENCE = 30.0
 """Seconds that the end of a run waits for its trackers at most."""
@@ -58,11 +62,23 @@ class Trackers:
         for sender in self._senders:
             sender.put(row["step"], numbers)
 
-    def artifact(self, path: Path, step: int) -> None:
-        """Queue a file, if it exists."""
-        if path.exists():
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Queue a step's histograms."""
+        for sender in self._senders:
+            sender.put(step, _Histograms(histograms))
+
+    def artifact(self, path: Path, step: int, draw: Callable[[Path], Any] | None = None) -> None:
+        """Queue a file, if it exists; it replaces the same file of an earlier step that still waits.
+
+        Args:
+          path: the file.
+          step: the run's step.
+          draw: writes the file, and raises `RunError` if it cannot; called once, on the thread of a tracker.
+        """
+        if path.exists() or draw is not None:
+            file = _File(path, draw)
             for sender in self._senders:
-                sender.put(step, path)
+                sender.put(step, file)
 
     def close(self) -> None:
         """Do nothing: files follow the last row, and `finish` ends."""
@@ -87,6 +103,29 @@ class Trackers:
                 write_json(self._file, self._stored)
 
 
+class _File:
+    """A file to send, and what writes it, if it is not written yet."""
+
+    def __init__(self, path: Path, draw: Callable[[Path], Any] | None):
+        self.path, self._draw, self._lock = path, draw, threading.Lock()
+
+    def written(self) -> bool:
+        """Write the file unless that is done; return whether it exists."""
+        with self._lock:
+            draw, self._draw = self._draw, None
+            if draw is not None:
+                with contextlib.suppress(RunError):  # the end of the run says why, when it draws the last one
+                    draw(self.path)
+        return self.path.exists()
+
+
+class _Histograms(dict[str, Histogram]):
+    """Histograms of a step."""
+
+
+_Item = dict[str, float] | _Histograms | _File
+
+
 class _Sender:
     """The thread and the queue of one tracker."""
 
@@ -102,32 +141,46 @@ class _Sender:
         self.name, self.tracker, self.run, self.store, self.waiting = name, tracker, run, store, waiting
         self._say = warn
         self.warned = False
-        self.dropped = 0
+        self.dropped = 0  # rows
+        self.dropped_histograms = 0  # steps of them
         self.status: str | None = None
         self.more = threading.Condition()
-        self.queue: collections.deque[tuple[int, dict[str, float] | Path]] = collections.deque()
-        self.rows = 0
-        self.working = 0  # rows that the thread has in hand
+        self.queue: collections.deque[tuple[int, _Item]] = collections.deque()
+        self.rows = 0  # in the queue
+        self.working: _Item | None = None  # what the thread has in hand
         self.over = False  # the tracker did not start
         self.thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self.thread.start()
 
-    def put(self, step: int, item: dict[str, float] | Path) -> None:
-        """Queue a row or a file; drop it if too many rows wait."""
-        is_row = not isinstance(item, Path)
+    def put(self, step: int, item: _Item) -> None:
+        """Queue an item; drop it if too many of its kind wait."""
         with self.more:
-            if self.over or is_row and self.rows >= self.waiting:
-                self.dropped += is_row
+            if isinstance(item, _File):
+                old = [x for x in self.queue if isinstance(x[1], _File) and x[1].path == item.path]
+                for one in old:
+                    self.queue.remove(one)
+                full = False
+            elif isinstance(item, _Histograms):
+                full = sum(isinstance(x, _Histograms) for _, x in self.queue) >= WAITING_HISTOGRAMS
+            else:
+                full = self.rows >= self.waiting
+            if self.over or full:
+                self._drop(item)
             else:
                 self.queue.append((step, item))
-                self.rows += is_row
+                self.rows += _is_row(item)
                 self.more.notify()
                 return
         if not self.over:
+            what = f"{self.waiting} rows wait" if _is_row(item) else f"histograms of {WAITING_HISTOGRAMS} steps wait"
             self._warn(
-                f"{self.name} is slow: {self.waiting} rows wait for it, and rows are left out until it catches up; "
-                "metrics.jsonl has all of them"
+                f"{self.name} is slow: {what} for it, and further ones are left out until it catches up; "
+                "metrics.jsonl has all rows"
             )
+
+    def _drop(self, item: _Item | None) -> None:
+        self.dropped += _is_row(item)
+        self.dropped_histograms += isinstance(item, _Histograms)
 
     def end(self, status: str) -> None:
         """Let the thread finish once the queue is empty."""
@@ -140,16 +193,25 @@ class _Sender:
         self.thread.join(seconds)
         with self.more:
             alive = self.thread.is_alive()
-            lost = self.dropped + (self.rows + self.working if alive else 0)
+            for item in [self.working, *(item for _, item in self.queue)] if alive else []:
+                self._drop(item)
             self.over = True
             self.queue.clear()
+            lost = self._lost()
         if alive:
             self._say(
-                f"{self.name} did not finish within {patience:g} seconds and was left behind; {_rows(lost)} did not "
-                "reach it, and metrics.jsonl has all of them"
+                f"{self.name} did not finish within {patience:g} seconds and was left behind; {lost or '0 rows'} did "
+                "not reach it, and metrics.jsonl has all rows"
             )
         elif lost:
-            self._say(f"{_rows(lost)} did not reach {self.name}; metrics.jsonl has all of them")
+            self._say(f"{lost} did not reach {self.name}; metrics.jsonl has all rows")
+
+    def _lost(self) -> str:
+        """What was dropped, such as "7 rows and the histograms of 2 steps"; empty if nothing was."""
+        rows, steps = self.dropped, self.dropped_histograms
+        parts = [f"{rows:,} row{'s' * (rows > 1)}"] if rows else []
+        parts += [f"the histograms of {steps:,} step{'s' * (steps > 1)}"] if steps else []
+        return " and ".join(parts)
 
     def _warn(self, text: str) -> None:
         """Warn, once in a run."""
@@ -173,7 +235,8 @@ class _Sender:
             )
             with self.more:
                 self.over = True
-                self.dropped += self.rows
+                for _, item in self.queue:
+                    self._drop(item)
                 self.rows = 0
                 self.queue.clear()
             return
@@ -184,30 +247,33 @@ class _Sender:
         except BaseException as e:
             self._failed("finish", e, "what it had not sent yet may be missing there; metrics.jsonl has all rows")
 
-    def _pass_on(self, tracking: Tracking, step: int, item: dict[str, float] | Path) -> None:
+    def _pass_on(self, tracking: Tracking, step: int, item: _Item) -> None:
         then = "the run goes on, and metrics.jsonl has all rows. Look at the tracker's server and your network"
         try:
-            if isinstance(item, Path):
-                tracking.artifact(item, step)
+            if isinstance(item, _File):
+                if item.written():
+                    tracking.artifact(item.path, step)
+            elif isinstance(item, _Histograms):
+                tracking.histograms(step, item)
             else:
                 tracking.log(step, item)
         except BaseException as e:
-            what = f"take {item.name}" if isinstance(item, Path) else f"take the row of step {step}"
-            self._failed(what, e, then)
+            kind = "the histograms" if isinstance(item, _Histograms) else "the row"
+            self._failed(f"take {item.path.name if isinstance(item, _File) else f'{kind} of step {step}'}", e, then)
             with self.more:
-                self.dropped += not isinstance(item, Path)
+                self._drop(item)
         finally:
-            self.working = 0
+            self.working = None
 
-    def _next(self) -> tuple[int, dict[str, float] | Path] | None:
+    def _next(self) -> tuple[int, _Item] | None:
         with self.more:
             while not self.queue and self.status is None:
                 self.more.wait()
             if not self.queue:
                 return None
             one = self.queue.popleft()
-            self.working = int(not isinstance(one[1], Path))
-            self.rows -= self.working
+            self.working = one[1]
+            self.rows -= _is_row(one[1])
             return one
 
 
@@ -266,5 +332,5 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _rows(count: int) -> str:
-    return "1 row" if count == 1 else f"{count:,} rows"
+def _is_row(item: _Item | None) -> bool:
+    return item is not None and not isinstance(item, _File | _Histograms)

@@ -14,8 +14,9 @@ pytestmark = pytest.mark.long
 
 
 def track(tracker):
-    """A run of two steps, resumed for two more."""
-    config = js.TrainConfig(**bigram(trackers=(tracker,)))
+    """A run of two steps, resumed for two more, with histograms at its last step."""
+    chosen = js.step.Histograms(params=("embed",), grads=("head",), every=4, bins=8)
+    config = js.TrainConfig(**bigram(trackers=(tracker,), histograms=chosen))
     options = dict(run="tracked", quiet=True, eval_batches=2)
     js.fit(config, until=2, **options)
     time.sleep(1.1)  # wandb names its folders by the second
@@ -35,7 +36,24 @@ def test_mlflow_has_one_run_with_all_steps_settings_and_files(tmp_path):
     assert record.data.tags["jaxscale.id"] == run.info["id"] and record.data.params["train.steps"] == "4"
     assert [(m.step, m.value) for m in client.get_metric_history(record.info.run_id, "loss")] == losses(run)
     assert [m.step for m in client.get_metric_history(record.info.run_id, "eval_loss")] == [2, 4]
-    assert [a.path for a in client.list_artifacts(record.info.run_id)] == ["config.gin", "loss.png"]
+    files = [a.path for a in client.list_artifacts(record.info.run_id)]
+    assert files == ["config.gin", "images", "loss.png", "run.json"]
+    (drawn,) = {a.path for a in client.list_artifacts(record.info.run_id, "images") if a.path.endswith(".png")}
+    assert "histograms" in drawn
+
+
+def test_mlflow_nests_the_trials_of_a_sweep_under_one_run(tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    tracker = js.train.MLflow("bigrams", uri=f"sqlite:///{tmp_path}/mlflow.db")
+    text = js.config.dumps("train", js.TrainConfig(**bigram(trackers=(tracker,))).values())
+    js.sweep.Sweep(axes={"train.lr": [1e-3, 3e-3]}, objective="loss").run("lrs", text, quiet=True)
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    records = client.search_runs([client.get_experiment_by_name("bigrams").experiment_id])
+    by_name = {record.info.run_name: record for record in records}
+    assert sorted(by_name) == ["lrs", "lrs/000", "lrs/001"]
+    assert {record.info.status for record in records} == {"FINISHED"}
+    parents = {by_name[name].data.tags["mlflow.parentRunId"] for name in ("lrs/000", "lrs/001")}
+    assert parents == {by_name["lrs"].info.run_id}
 
 
 def test_trackio_has_one_run_with_all_steps(tmp_path, monkeypatch):
@@ -48,6 +66,8 @@ def test_trackio_has_one_run_with_all_steps(tmp_path, monkeypatch):
     assert SQLiteStorage.get_runs("bigrams") == [name]
     rows = SQLiteStorage.get_logs("bigrams", name)
     assert [(row["step"], row["loss"]) for row in rows if isinstance(row.get("loss"), float)] == losses(run)
+    (counts,) = [row["params/embed/weight"] for row in rows if "params/embed/weight" in row]
+    assert counts["_type"] == "trackio.histogram" and sum(counts["values"]) == 32 * 8
     assert sum("config" in row for row in rows) == 2 and list((tmp_path / "trackio").rglob("*.png"))
 
 
@@ -64,6 +84,8 @@ def test_wandb_offline_has_all_steps_under_one_id():
                 items = record.history.item
                 rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
         assert (folder / "files" / "config.gin").exists() and list(folder.rglob("media/images/loss*.png"))
+    (counts,) = [row["params/embed/weight/values"] for row in rows if "params/embed/weight/values" in row]
+    assert sum(counts) == 32 * 8
     assert ids == {(run.info["id"], "bigrams", "tracked")}
     assert [(row["step"], row["loss"]) for row in rows if isinstance(row.get("loss"), float)] == losses(run)
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 import jaxscale as js
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, RunError
 from jaxscale.step.trackers import TrackedRun, Tracker, Tracking
 from jaxscale.train import TensorBoard, read_config
 from jaxscale.train.files import read_json
@@ -77,10 +77,11 @@ def trackers_of(tmp_path, *trackers, **options):
 
 
 def test_a_run_is_tracked_with_its_rows_files_and_settings():
-    run = fit(eval_batches=2)
+    run = fit(eval_batches=2, eval_every=2)
     assert [row["loss"] for _, _, row in _logs()] == [row["loss"] for row in run.metrics()]
     assert "eval_loss" in _logs()[-1][2] and not {"step", "time"} & _logs()[0][2].keys()
-    assert [c[2] for c in ListTracker.calls if c[0] == "artifact"] == ["config.gin", "loss.png"]
+    names = [c[2] for c in ListTracker.calls if c[0] == "artifact"]
+    assert list(dict.fromkeys(names)) == ["config.gin", "loss.png", "run.json"]
     assert ListTracker.calls[-1] == ("finish", "finished")
     (tracked,) = ListTracker.runs
     assert tracked.id == run.info["id"] and tracked.settings["train.steps"] == 4 and tracked.group is None
@@ -168,6 +169,36 @@ def test_a_slow_tracker_drops_rows_and_counts_them(tmp_path):
     assert [step for _, step, _ in _logs()] == [1, 2, 3]
     assert warnings[0].startswith("Slow is slow: 3 rows wait") and warnings[1].startswith("7 rows did not reach Slow;")
     assert len(warnings) == 2
+
+
+def test_a_slow_tracker_drops_histograms_and_gets_the_newest_of_each_file(tmp_path):
+    go, entered, drawn = threading.Event(), threading.Event(), []
+
+    class Slow(ListTracker):
+        def fault(self, call):
+            entered.set()
+            go.wait()
+
+    def draw(path):
+        drawn.append(threading.current_thread().name)
+        path.write_text("a picture")
+
+    def cannot(path):
+        raise RunError("no matplotlib")
+
+    trackers, warnings = trackers_of(tmp_path, Slow())
+    entered.wait()
+    for step in range(1, 21):
+        trackers.histograms(step, {})
+        trackers.artifact(tmp_path / "loss.png", step, draw)
+        trackers.artifact(tmp_path / "other.png", step, cannot)
+    go.set()
+    trackers.finish("finished")
+    assert drawn == ["tracker Slow"] and [c for c in ListTracker.calls if c[0] == "artifact"] == [
+        ("artifact", 20, "loss.png")
+    ]
+    assert warnings[0].startswith("Slow is slow: histograms of 10 steps wait for it")
+    assert warnings[1:] == ["the histograms of 10 steps did not reach Slow; metrics.jsonl has all rows"]
 
 
 def test_trackers_of_one_class_are_stored_apart(tmp_path):

@@ -55,6 +55,8 @@ class RunGroup:
         self.configs, self.turns = configs, turns
         self.versions = [0] * len(configs)  # how often each member's state in the stack was replaced
         self._stack: TrainState | None = None
+        if any(c.histograms is not None and c.trackers for c in configs):
+            log.warning("train.histograms has no effect on trials that are trained together; use another sweep.runner")
 
     def fit(self, member: int, config: TrainConfig, **options: Any) -> Run:
         """Train one member as `jaxscale.fit` does; alone if the group cannot be trained together.

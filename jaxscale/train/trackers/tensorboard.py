@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxscale.config import register
-from jaxscale.step.trackers import TrackedRun, Tracker, Tracking
+from jaxscale.step.trackers import Histogram, TrackedRun, Tracker, Tracking, nonfinite
 
 
 @register
@@ -51,6 +51,15 @@ class _Events(Tracking):
         else:
             indented = "\n".join(f"    {line}" for line in path.read_text().splitlines())  # Markdown: as it is
             self._writer.add_text(path.name, indented, step)
+
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Write histograms; their sums and sums of squares are those of the bins' middles."""
+        for name, h in histograms.items():
+            sums = [float(h.counts @ h.middles**power) for power in (1, 2)]
+            first, last, total = float(h.edges[0]), float(h.edges[-1]), int(h.counts.sum())
+            limits, counts = h.edges[1:].tolist(), h.counts.tolist()
+            self._writer.add_histogram_raw(name, first, last, total, *sums, limits, counts, step)
+        self.log(step, nonfinite(histograms))
 
     def finish(self, status: str) -> None:
         """Flush and close."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxscale.config import register
-from jaxscale.step.trackers import TrackedRun, Tracker, Tracking, check_text
+from jaxscale.step.trackers import Histogram, TrackedRun, Tracker, Tracking, check_text, nonfinite
 
 
 @register
@@ -71,6 +71,13 @@ class _Run(Tracking):
             self._record.log({path.stem: trackio.Image(str(path))}, step=step)
         else:
             self._record.log({path.stem: trackio.Markdown(f"```\n{path.read_text()}\n```")}, step=step)
+
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Log histograms."""
+        import trackio
+
+        panels = {k: trackio.Histogram(np_histogram=(h.counts, h.edges)) for k, h in histograms.items()}
+        self._record.log({**panels, **nonfinite(histograms)}, step=step)
 
     def finish(self, status: str) -> None:
         """Write the rest."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, near
-from jaxscale.step.trackers import TrackedRun, Tracker, Tracking, check_text
+from jaxscale.step.trackers import Histogram, TrackedRun, Tracker, Tracking, check_text, nonfinite
 
 _MODES = ("online", "offline", "disabled")
 
@@ -93,6 +93,13 @@ class _Run(Tracking):
             self._record.log({path.stem: wandb.Image(str(path)), "step": step})
         else:
             self._record.save(str(path), base_path=str(path.parent), policy="now")
+
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Log histograms."""
+        import wandb
+
+        panels = {k: wandb.Histogram(np_histogram=(h.counts.tolist(), h.edges.tolist())) for k, h in histograms.items()}
+        self._record.log({**panels, **nonfinite(histograms), "step": step})
 
     def finish(self, status: str) -> None:
         """Upload the rest, and mark a failed run as such."""

@@ -79,21 +79,6 @@ def normalized(path: str | Path) -> str:
     return f"{scheme}://{'/'.join(parts)}"
 
 
-def on_disk(path: str | Path, what: str) -> Path:
-    """Return a path of this machine's disks.
-
-    Args:
-      path: the path; `~` is the home folder.
-      what: what the path is of, for the error, such as "token files are".
-
-    Raises:
-      BucketError: it is a URL.
-    """
-    if is_url(path):
-        raise BucketError(errno.EINVAL, f"{what} read and written on a disk; copy {normalized(path)} to one first")
-    return Path(path).expanduser()
-
-
 class BucketError(OSError):
     """A request to a bucket failed; `strerror` is a sentence that says why."""
 

@@ -9,11 +9,14 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxscale.buckets import Bucket, BucketError, failure, is_url
 from jaxscale.commands.shared import TEXT, import_argument, load, no_bindings
 from jaxscale.errors import ConfigError, DataError, near
+from jaxscale.working_copy import local
 
 if TYPE_CHECKING:
     from jaxscale.data import Corpus, Tokenizer
@@ -47,7 +50,9 @@ def add(commands: Any) -> None:
         formatter_class=TEXT,
     )
     for one in (show, make):
-        one.add_argument("what", metavar="WHAT", help="a gin file, a run, a token file, a folder or files of a corpus")
+        one.add_argument(
+            "what", metavar="WHAT", help="a gin file, a run, a token file, a folder or files of a corpus; or their URL"
+        )
         import_argument(one)
         one.add_argument(
             "--tokenizer", metavar="FILE", help="a tokenizer.json (default: that of the config, or else bytes)"
@@ -65,7 +70,7 @@ def add(commands: Any) -> None:
     show.add_argument("--rows", type=int, default=2, metavar="N", help="rows to print (default: 2)")
     show.add_argument("--json", action="store_true", help="print JSON")
     show.set_defaults(run_command=run, action_command=_show)
-    make.add_argument("--out", metavar="FOLDER", help="the token file to write; it must not exist")
+    make.add_argument("--out", metavar="FOLDER", help="the token file to write, a folder or a URL; it must not exist")
     make.set_defaults(run_command=run, action_command=_prepare)
     whole = parser.parse_known_args
 
@@ -110,7 +115,7 @@ def _subject(args: argparse.Namespace, bindings: list[str]) -> Subject:
     from jaxscale import data
 
     path = Path(args.what).expanduser()
-    own = path / "config.gin" if (path / "config.gin").is_file() else None
+    own = local(args.what) / "config.gin" if _has(args.what, "config.gin") else None
     chosen: Tokenizer | None = None
     if args.tokenizer is not None:
         chosen = data.HFTokenizer(args.tokenizer)
@@ -123,12 +128,22 @@ def _subject(args: argparse.Namespace, bindings: list[str]) -> Subject:
         )
     else:
         no_bindings(args, bindings)
-        if (path / "meta.json").is_file():
-            chosen = chosen or _writer_of(path)
-        subject = Subject(_corpus_of(args.what, path, args.field), chosen or _default(path))
+        if _has(args.what, "meta.json"):
+            chosen = chosen or _writer_of(args.what)
+        subject = Subject(_corpus_of(args.what, path, args.field), chosen or _default(args.what))
     fields = {"seq_len": getattr(args, "seq_len", None), "packing": getattr(args, "packing", None)}
     subject = dataclasses.replace(subject, **{k: v for k, v in fields.items() if v is not None})
     return dataclasses.replace(subject, corpus=_changed(subject.corpus, args))
+
+
+def _has(what: str, name: str) -> bool:
+    """Whether a folder, of a disk or a bucket, has a file."""
+    if not is_url(what):
+        return (Path(what).expanduser() / name).is_file()
+    try:
+        return not has_magic(what) and Bucket(what).exists(name)
+    except BucketError as e:
+        raise failure(DataError, e) from None
 
 
 def _corpus_of(what: str, path: Path, field: str | None) -> Corpus:
@@ -137,7 +152,7 @@ def _corpus_of(what: str, path: Path, field: str | None) -> Corpus:
     from jaxscale.data.lines import uncompressed
 
     field_or_text = "text" if field is None else field
-    if (path / "meta.json").is_file():
+    if _has(what, "meta.json"):
         return data.token_file(what)
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         return data.hf_dataset(what, field=field_or_text)
@@ -165,18 +180,18 @@ def _changed(corpus: Corpus, args: argparse.Namespace) -> Corpus:
     return dataclasses.replace(corpus, **changes) if changes else corpus  # type: ignore[type-var]
 
 
-def _default(path: Path) -> Tokenizer | None:
+def _default(what: str) -> Tokenizer | None:
     from jaxscale.data import ByteTokenizer
 
-    return None if (path / "meta.json").is_file() else ByteTokenizer()
+    return None if _has(what, "meta.json") else ByteTokenizer()
 
 
-def _writer_of(path: Path) -> Tokenizer | None:
+def _writer_of(what: str) -> Tokenizer | None:
     """Return the tokenizer that wrote a token file, where nothing but its fingerprint is needed to know it."""
     from jaxscale.data import ByteTokenizer, TokenFile
 
     bytes_ = ByteTokenizer()
-    return bytes_ if TokenFile(path).meta["tokenizer"]["fingerprint"] == bytes_.fingerprint else None
+    return bytes_ if TokenFile(what).meta["tokenizer"]["fingerprint"] == bytes_.fingerprint else None
 
 
 def _prepare(subject: Subject, args: argparse.Namespace) -> int:
@@ -188,8 +203,8 @@ def _prepare(subject: Subject, args: argparse.Namespace) -> int:
     if args.out is None:
         files = [_prepared(part, subject.tokenizer) for part in parts]
     else:
-        out = Path(args.out).expanduser()
-        if out.exists():
+        out: str | Path = args.out if is_url(args.out) else Path(args.out).expanduser()
+        if _has(args.out, "meta.json") if isinstance(out, str) else out.exists():
             raise DataError(f"{out} already exists; remove it or write to another folder.")
         if len(parts) > 1:
             names = ", ".join(part.name for part in parts)
@@ -207,7 +222,8 @@ def _prepare(subject: Subject, args: argparse.Namespace) -> int:
         if file is None:
             continue
         size = human_bytes(sum(path.stat().st_size for path in file.folder.iterdir()))
-        print(f"{file.folder}: {file.meta['documents']:,} documents, {file.meta['tokens']:,} tokens, {size}")
+        count = f"{file.meta['documents']:,} documents, {file.meta['tokens']:,} tokens"
+        print(f"{file.bucket or file.folder}: {count}, {size}")
         dropped = file.meta.get("text", {}).get("duplicates")
         if dropped is not None:
             print(f"{dropped:,} duplicates were dropped")
@@ -251,7 +267,11 @@ def _show(subject: Subject, args: argparse.Namespace) -> int:
     described: list[dict[str, Any]] = []
     for part, share in _parts(subject.corpus):
         file = _prepared(part, subject.tokenizer)
-        about = {"corpus": part.name, "share": share, "folder": None if file is None else str(file.folder)}
+        about = {
+            "corpus": part.name,
+            "share": share,
+            "folder": None if file is None else str(file.bucket or file.folder),
+        }
         if file is not None:
             about["statistics"] = statistics(file, subject.seq_len)
             about["documents"] = tables.first_documents(file, args.documents, subject.tokenizer)

@@ -22,7 +22,6 @@ from jaxscale.data.mixing import Mixture as mixture
 from jaxscale.data.packing import PACKINGS
 from jaxscale.data.parquet_files import ParquetFiles as parquet_files
 from jaxscale.data.preference_files import PreferenceFiles as preference_files
-from jaxscale.data.preparation import prepare
 from jaxscale.data.prepared import PreparedTokens as token_file
 from jaxscale.data.rated_files import RatedFiles as rated_files
 from jaxscale.data.records import UserRecords as records
@@ -31,7 +30,7 @@ from jaxscale.data.storage import TokenFile
 from jaxscale.data.text import PythonStdlib as python_stdlib
 from jaxscale.data.text import TextFiles as text_files
 from jaxscale.data.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer, train_bpe
-from jaxscale.data.writing import write_token_file
+from jaxscale.data.uploading import prepare, write_token_file
 
 __all__ = [
     "KEYS",

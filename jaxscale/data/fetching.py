@@ -75,8 +75,24 @@ def with_holes(path: Path, dtype: np.dtype, count: int) -> Integer[np.ndarray, "
     return np.memmap(path, dtype, "r").view(np.ndarray)
 
 
+def part_of(key: str, start: int, part: int | None) -> str:
+    """Return the object that has a byte of a file.
+
+    Args:
+      key: the file.
+      start: the byte.
+      part: bytes of each object; `None` if one object is the file.
+    """
+    return key if part is None else f"{key}.{start // part:06d}"
+
+
 def filler(
-    bucket: Bucket, key: str, path: Path, offset: int = 0, generation: str | None = None
+    bucket: Bucket,
+    key: str,
+    path: Path,
+    offset: int = 0,
+    generation: str | None = None,
+    part: int | None = None,
 ) -> Callable[[Sequence[int]], None]:
     """Return a function that fetches chunks of an array in a bucket, several at a time, into the local copy.
 
@@ -86,18 +102,22 @@ def filler(
       path: the local copy, from `with_holes`.
       offset: bytes of the object before the array.
       generation: the object's generation; `None` is any.
+      part: bytes of each object, if there are several, whose keys have numbers behind `key`.
     """
     size = path.stat().st_size
 
     def fetch(chunk: int) -> None:
         start = chunk * CHUNK
+        stop, name, first = min(start + CHUNK, size), part_of(key, start, part), offset
+        if part is not None:
+            first -= start // part * part
         try:
-            data = bucket.read(key, offset + start, offset + min(start + CHUNK, size), generation=generation)
+            data = bucket.read(name, first + start, first + stop, generation=generation)
             with path.open("r+b") as file:  # not through the memory map, in which a full disk would kill the process
                 file.seek(start)
                 file.write(data)
         except FileNotFoundError:
-            raise DataError(f"{bucket}/{key} does not exist; copy the whole folder again") from None
+            raise DataError(f"{bucket}/{name} does not exist; copy the whole folder again") from None
         except BucketError as e:
             raise failure(DataError, e, running=True) from None
         except OSError as e:

@@ -92,7 +92,7 @@ def statistics(file: TokenFile, seq_len: int) -> Statistics:
         tokens=len(file.tokens),
         bytes=text.get("bytes"),
         duplicates=text.get("duplicates"),
-        learned=1.0 if file.learned is None else float(np.mean(file.learned)),
+        learned=1.0 if file.learned is None else float(np.mean(file.checked("learned.bin")[: len(file.tokens)])),
         quantiles={q: int(np.quantile(lengths, q, method="inverted_cdf")) for q in QUANTILES},
         histogram=_histogram(lengths),
         seq_len=seq_len,

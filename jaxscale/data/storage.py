@@ -10,7 +10,7 @@
 
 The folder is written under another name (see writing.py), `meta.json` last, and renamed when it is complete. So a
 folder with the right name is complete, even if processes were interrupted or several wrote it at once. Numbers are
-little-endian.
+little-endian. In a bucket large files are several objects, `tokens.bin.000000` and so on, of `part` bytes each.
 """
 
 from __future__ import annotations
@@ -134,7 +134,9 @@ class TokenFile:
             digest=self.meta["digest"],
             below=self.vocab_size if file == "tokens.bin" else None,
             renew=functools.partial(self._renewed, file),
-            fill=None if self.bucket is None else filler(self.bucket, file, self.folder / file),
+            fill=None
+            if self.bucket is None
+            else filler(self.bucket, file, self.folder / file, part=self.meta.get("part")),
         )
 
     def verify(self) -> None:
@@ -201,6 +203,10 @@ class TokenFile:
         if self.bucket is not None and file != "digests.bin":
             return with_holes(path, kind, count)
         size = path.stat().st_size if path.exists() else 0
+        if not size and self.meta.get("part") is not None and any(self.folder.glob(f"{file}.0*")):
+            raise DataError(
+                f"{path} is in parts, as in a bucket; join them: cd {self.folder} && cat {file}.0* > {file}"
+            )
         if size != count * kind.itemsize:
             raise self._damaged(f"{path} is damaged: it has {size} bytes instead of {count * kind.itemsize}")
         return np.memmap(path, kind, "r").view(np.ndarray)
@@ -236,6 +242,8 @@ def read_meta(folder: Path) -> tuple[dict[str, Any], bool]:
         counts = (meta["tokens"], meta["documents"], tokenizer["vocab_size"], tokenizer["eos_id"])
         valid = all(isinstance(text, str) for text in texts) and all(type(n) is int and n >= 0 for n in counts)
         valid = valid and meta["tokens"] >= meta["documents"] > 0
+        part = meta.get("part", CHUNK)
+        valid = valid and type(part) is int and part >= CHUNK and part % CHUNK == 0
         valid = valid and meta["dtype"] == dtype_of(tokenizer["vocab_size"])
     except (KeyError, TypeError) as error:
         raise DataError(f"{file} cannot be read (it has no {error}); {_remedy(folder)}") from None

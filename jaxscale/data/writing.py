@@ -15,7 +15,6 @@ from typing import IO, Any
 
 import numpy as np
 
-from jaxscale.buckets import on_disk
 from jaxscale.data.checked import CHUNK, digests_of
 from jaxscale.data.encoded import TEXT_DIGEST, Document, Encoded, dtype_of, encode_documents
 from jaxscale.data.journal import Counts
@@ -56,7 +55,7 @@ def write_token_file(
       DataError: the folder exists, an id is outside of the vocabulary, or there is no document.
       OSError: the folder cannot be written.
     """
-    folder = on_disk(folder, "token files are")
+    folder = Path(folder).expanduser()
     if folder.exists():
         raise DataError(f"{folder} already exists; remove it or write to another folder.")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import pickle
 import re
+import subprocess
 import tracemalloc
 
 import jax
@@ -15,6 +17,8 @@ import pytest
 from jaxscale import buckets, data
 from jaxscale.bucket_files import file_at, matching_objects
 from jaxscale.buckets import Bucket
+from jaxscale.cli import main
+from jaxscale.data import uploading
 from jaxscale.errors import LOST, MISTAKE, DataError
 from tests.data.test_token_arrays import EOS, IDS, ended, flat, megatron, shard, texts
 from tests.truth.servers import failing, object_stores
@@ -191,3 +195,56 @@ def test_patterns_match_as_on_a_disk_and_sizes_are_known(tmp_path, monkeypatch):
     monkeypatch.setattr(buckets, "LARGEST", 1000)
     Bucket(url).write("empty", b"")
     assert [Bucket(url).size(name) for name in ("a", "x/b1", "empty")] == [1, 6, 0]
+
+
+def test_a_token_file_is_prepared_into_a_bucket_and_shown(tmp_path, monkeypatch, capsys):
+    url = f"s3://runs/{tmp_path.name}"
+    for i in range(3):
+        lines = "".join(json.dumps({"text": f"{i}-{j} " * 300}) + "\n" for j in range(50))
+        Bucket(url).write(f"web/{i}.jsonl", lines.encode())
+    monkeypatch.setenv("JAXSCALE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(uploading, "PART", 2**16)
+    tokenizer, corpus = data.ByteTokenizer(), data.jsonl_files(f"{url}/web/*.jsonl")
+    write, kills = Bucket.write, []
+
+    def killed(self, key, *args, **options):
+        if key == "meta.json" and not kills:
+            kills.append(key)
+            raise KeyboardInterrupt
+        return write(self, key, *args, **options)
+
+    monkeypatch.setattr(Bucket, "write", killed)
+    command = ["data", "prepare", f"{url}/web/*.jsonl", "--out", f"{url}/tokens"]
+    with contextlib.suppress(KeyboardInterrupt):
+        main(command)
+    with pytest.raises(DataError, match="is not a complete token file"):
+        data.TokenFile(f"{url}/tokens")
+    assert main(command) == 0
+    assert f"{url}/tokens: 150 documents" in capsys.readouterr().out
+    assert main(command) == MISTAKE
+    assert "already exists" in capsys.readouterr().err
+    assert len(Bucket(url).list("tokens/tokens.bin.")) > 2
+    ours, theirs = data.token_file(f"{url}/tokens"), data.prepare(tmp_path / "tokens", corpus, tokenizer)
+    split = {"tokenizer": tokenizer, "seq_len": 64, "split": "train"}
+    theirs = data.token_file(str(theirs.folder)).source(**split)
+    rows = np.arange(len(theirs))
+    np.testing.assert_array_equal(ours.source(**split).rows(rows)["tokens"], theirs.rows(rows)["tokens"])
+    assert main(["data", f"{url}/tokens", "--rows", "1", "--documents", "1"]) == 0
+    assert f"({url}/tokens)" in (out := capsys.readouterr().out) and "0-0 0-0" in out
+    assert main(["data", f"{url}/web/*.jsonl", "--documents", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["corpora"][0]["corpus"] == "jsonl_files"
+
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for key in Bucket(f"{url}/tokens").list():
+        (copy / key).write_bytes(Bucket(f"{url}/tokens").read(key))
+    while True:  # follow the advice for each file
+        try:
+            data.TokenFile(copy).verify()
+            break
+        except DataError as e:
+            subprocess.run(str(e).partition("join them: ")[2], shell=True, check=True)
+    written = data.write_token_file(f"{url}/own", [("a", np.arange(9)), ("b", np.arange(5))], tokenizer=tokenizer)
+    assert written.meta["corpus"] == "own" and len(written.documents("train", 0.0).lengths) == 2
+    with pytest.raises(DataError, match="already exists"):
+        data.write_token_file(f"{url}/own", [("a", np.arange(9))], tokenizer=tokenizer)

@@ -33,13 +33,6 @@ def sharded_logsumexp(
     return combine_all(gather_together(partial(x, where=where), axis_name)).logsumexp()
 
 
-def sharded_logsumexp_by_maximum(x: Float[Array, "... v"], axis_name: str | tuple[str, ...]) -> Float[Array, "..."]:
-    """The usual method, for comparison: `pmax` of the maxima, then `psum` of the sums."""
-    x = x.astype(jnp.float32)
-    top = lax.pmax(lax.stop_gradient(jnp.max(x, axis=-1)), axis_name)
-    return top + jnp.log(lax.psum(jnp.sum(jnp.exp(x - top[..., None]), axis=-1), axis_name))
-
-
 def gather_together(tree: Tree, axis_name: str | tuple[str, ...]) -> Tree:
     """Gather a tree of arrays of the same shape and dtype by one `all_gather`, along a new leading axis."""
     leaves, structure = jax.tree.flatten(tree)

@@ -19,7 +19,7 @@ from jaxscale.errors import ConfigError, near
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "Training": ("jaxscale.step.config", "jaxscale.train"),
     "Objectives and losses": (
-        "jaxscale.step.objective", "jaxscale.step.loss", "jaxscale.step.objectives",
+        "jaxscale.step.objective", "jaxscale.step.loss", "jaxscale.step.objectives", "jaxscale.step.value_losses",
     ),
     "Algorithms": (
         "jaxscale.step.backprop", "jaxscale.step.algorithms", "jaxscale.step.weight_ema", "jaxscale.parallel.wires",

@@ -21,6 +21,7 @@ from jaxscale.step.step import batch_sharding, batch_shardings, jit_step
 from jaxscale.step.trackers import Histogram, TrackedRun, Tracker, Tracking
 from jaxscale.step.unfreeze import Unfreeze
 from jaxscale.step.user_metrics import log
+from jaxscale.step.value_losses import HLGauss, SquaredError, TwoHot, ValueLoss
 from jaxscale.step.watchdog import Watchdog
 from jaxscale.step.weight_ema import WeightEMA
 
@@ -32,6 +33,7 @@ __all__ = [
     "Callback",
     "CutLoss",
     "DPO",
+    "HLGauss",
     "IPO",
     "DiLoCo",
     "Histogram",
@@ -54,11 +56,14 @@ __all__ = [
     "Objective",
     "Replicas",
     "Snapshots",
+    "SquaredError",
     "TrackedRun",
     "Tracker",
     "Tracking",
     "TrainConfig",
     "TrainState",
+    "TwoHot",
+    "ValueLoss",
     "Watchdog",
     "WeightEMA",
     "batch_sharding",

@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # The environment of test-all, which has more in it than what make test promises to do with.
 ALL := $(if $(filter file,$(origin VENV)),.venv-all,$(VENV))
-ALL_EXTRAS := dev,tpu,gpu-aot
+ALL_EXTRAS := dev,mlflow,trackio,tpu,gpu-aot
 ARGS ?=
 SHELL := /bin/sh
 # uv and pip say what they did only when it failed.

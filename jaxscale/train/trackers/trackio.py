@@ -64,13 +64,13 @@ class _Run(Tracking):
         self._record.log(dict(row), step=step)
 
     def artifact(self, path: Path, step: int) -> None:
-        """Log a picture as an image, and other files as text."""
+        """Log a picture as an image, and other files as text with their whole names ("run" is reserved)."""
         import trackio
 
         if path.suffix == ".png":
             self._record.log({path.stem: trackio.Image(str(path))}, step=step)
         else:
-            self._record.log({path.stem: trackio.Markdown(f"```\n{path.read_text()}\n```")}, step=step)
+            self._record.log({path.name: trackio.Markdown(f"```\n{path.read_text()}\n```")}, step=step)
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Log histograms."""

@@ -36,7 +36,8 @@ _ABSENT = b"\x02"
 
 _DENIED = re.compile(
     r"AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|InvalidToken|TokenRefreshRequired|"
-    r"PERMISSION_DENIED|UNAUTHENTICATED|http_response_code='40[13]'|SIGNING_NO_CREDENTIALS|no credentials"
+    r"PERMISSION_DENIED|UNAUTHENTICATED|http_response_code='40[13]'|SIGNING_NO_CREDENTIALS|no credentials|"
+    "Unable to locate credentials"
 )
 _MISSING_BUCKET = re.compile(r"NoSuchBucket|NOT_FOUND|http_response_code='404'")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -192,18 +193,26 @@ class Bucket:
             raise FileNotFoundError(errno.ENOENT, "it does not exist", f"{self.url}/{key}")
         return result.stamp.generation.hex()
 
-    def changed(self, key: str, generation: str | None) -> tuple[bytes, str] | None:
+    def changed(
+        self, key: str, generation: str | None, start: int | None = None, stop: int | None = None
+    ) -> tuple[bytes, str] | None:
         """Return an object's bytes and generation, or `None` if it still has `generation` or does not exist.
 
         Args:
           key: the object.
           generation: the generation that is known already, from an earlier call.
+          start: first byte; `None` is 0.
+          stop: byte after the last; `None` is the end.
 
         Raises:
+          OutOfRange: it has changed, and ends before `stop`.
           BucketError: the request failed.
         """
+        span = None if start is None and stop is None else slice(start, stop)
         known = bytes.fromhex(generation) if generation and generation.strip("0") else None  # emulators have only zeros
-        result = self._wait(lambda kv: kv.read(self._prefix + key, if_not_equal=known), f"reading {key}")
+        result = self._wait(
+            lambda kv: kv.read(self._prefix + key, if_not_equal=known, byte_range=span), f"reading {key}"
+        )
         return (bytes(result.value), result.stamp.generation.hex()) if result.state == "value" else None
 
     def exists(self, key: str) -> bool:
@@ -287,9 +296,19 @@ class Bucket:
             scheme, _, bucket = self.url.split("/")[:3]
             return request(_open(scheme, bucket, *_server(scheme))).result(timeout=PATIENCE)
         except (ValueError, RuntimeError, NotImplementedError, TimeoutError, KeyError) as e:
-            raise self._error(e, doing) from None
+            raise self.error(e, doing) from None
 
-    def _error(self, e: Exception, doing: str) -> BucketError:
+    def server(self) -> tuple[str | None, str | None]:
+        """Return the server and the region in the environment; `None` is the provider's own, and its default."""
+        return _server(self.url.split("/")[0])
+
+    def error(self, e: Exception, doing: str) -> BucketError:
+        """Make the error for a request that raised `e`.
+
+        Args:
+          e: an error of TensorStore or boto3.
+          doing: what the request was for, such as "reading config.gin".
+        """
         text = str(e) or type(e).__name__
         scheme, bucket = self.url.split("/")[0], self.url.split("/")[2]
         code = _CODE.search(text)

@@ -22,6 +22,8 @@ from typing import Any
 
 from jaxscale.buckets import Bucket, BucketError, failure, is_url, normalized, server
 from jaxscale.errors import RunError
+from jaxscale.large_objects import download
+from jaxscale.large_objects import upload as upload_object
 
 log = logging.getLogger("jaxscale")
 
@@ -43,7 +45,10 @@ SMALL = 8 * 2**20
 _FRESH = 5.0
 """Seconds for which a working copy is not compared with the bucket again."""
 
-_fetched: dict[Path, float] = {}
+PROFILE = "profile"
+"""Folder of a run with files that may be large, and that few commands read: they are fetched for those alone."""
+
+_fetched: dict[tuple[Path, bool], float] = {}
 
 
 def cache_root() -> Path:
@@ -110,12 +115,13 @@ def inside(path: str | Path, name: str) -> str | Path:
     return Path(path) / name if url is None else f"{url}/{name}"
 
 
-def local(path: str | Path, *, update: bool = True) -> Path:
+def local(path: str | Path, *, update: bool = True, profile: bool = False) -> Path:
     """Return a path unchanged, or for a URL its working copy, brought up to date.
 
     Args:
       path: a path or a URL.
       update: whether to download what has changed; only one of several processes needs it.
+      profile: whether to download profiles, too.
 
     Raises:
       RunError: the bucket cannot be read.
@@ -123,24 +129,24 @@ def local(path: str | Path, *, update: bool = True) -> Path:
     if not is_url(path):
         return Path(path)
     copy = copy_of(path)
-    if update and time.monotonic() - _fetched.get(copy, -_FRESH) > _FRESH:
+    if update and time.monotonic() - _fetched.get((copy, profile), -_FRESH) > _FRESH:
         if not _in_use(copy):
-            _update(Bucket(path), copy)
-        _fetched[copy] = time.monotonic()
+            _update(Bucket(path), copy, profile)
+        _fetched[copy, profile] = time.monotonic()
     return copy
 
 
-def _update(bucket: Bucket, copy: Path) -> None:
+def _update(bucket: Bucket, copy: Path, profile: bool = False) -> None:
     """Bring a working copy up to date; raises `RunError`."""
     try:
-        _fetch(bucket, copy)
+        _fetch(bucket, copy, profile)
     except BucketError as e:
         raise failure(RunError, e) from None
     except OSError as e:
         raise RunError(f"cannot write the working copy {copy} of {bucket}: {e.strerror}; set JAXSCALE_CACHE") from None
 
 
-def _fetch(bucket: Bucket, copy: Path) -> None:
+def _fetch(bucket: Bucket, copy: Path, profile: bool) -> None:
     """Download changed files, and delete files that were deleted."""
     keys = [key for key in bucket.list() if _is_small(key)]
     folders = {"/".join(key.split("/")[:n]) for key in keys for n in range(1, key.count("/") + 1)}
@@ -151,6 +157,7 @@ def _fetch(bucket: Bucket, copy: Path) -> None:
     for key in set(record) - set(keys):  # deleted in the bucket; what was never uploaded stays
         (copy / key).unlink(missing_ok=True)
         del record[key]
+    keys = [key for key in keys if profile or key in record or PROFILE not in key.split("/")[:-1]]
     if not keys:
         if copy.is_dir():
             _write_record(copy, record)
@@ -159,13 +166,11 @@ def _fetch(bucket: Bucket, copy: Path) -> None:
 
     def fetch(key: str) -> list[Any] | None:
         file, entry = copy / key, record.get(key)
-        new = bucket.changed(key, entry[2] if entry and file.exists() else None)
-        if new is None:  # what is here is as new, or newer and not uploaded yet
-            return entry
-        data, generation = new
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
-        partial.write_bytes(data)
+        generation = download(bucket, key, entry[2] if entry and file.exists() else None, partial)
+        if generation is None:  # what is here is as new, or newer and not uploaded yet
+            return entry
         partial.replace(file)
         return [*_stat(file), generation]
 
@@ -221,6 +226,7 @@ class Mirror:
       url: where it is uploaded to.
 
     Attributes:
+      left_out: files that are not uploaded, since they are too large.
       behind: whether, when this process became the writer, the folder had files that were not uploaded.
     """
 
@@ -230,6 +236,7 @@ class Mirror:
         self.folder, self.bucket = folder, Bucket(url)
         self._record = _read_record(folder)
         self._failure: BucketError | None = None
+        self.left_out: set[str] = set()
         self._over, self._uploading = threading.Event(), threading.Lock()
         self._id = os.urandom(8).hex()
         self._thread = threading.Thread(target=self._run, name=f"upload to {url}", daemon=True)
@@ -340,8 +347,18 @@ class Mirror:
     def _send(self, key: str, data: bytes | None, stats: dict[str, list[int]]) -> None:
         if data is None:  # a large file, before which others may have taken long
             self._check_writer()
-            data = (self.folder / key).read_bytes()
-        self._record[key] = [*stats[key], self.bucket.write(key, data)]
+            try:
+                generation = upload_object(self.bucket, key, self.folder / key)
+            except BucketError as e:
+                if e.errno != errno.EFBIG:
+                    raise
+                if key not in self.left_out:
+                    log.warning("%s; it is not uploaded, and stays in %s", e.strerror, self.folder)
+                self.left_out.add(key)
+                return
+        else:
+            generation = self.bucket.write(key, data)
+        self._record[key] = [*stats[key], generation]
         with contextlib.suppress(OSError):  # a full disk is reported by what writes there
             _write_record(self.folder, self._record)
 
@@ -375,7 +392,7 @@ def upload_files(folder: Path, names: Iterable[str]) -> None:
     try:
         for name in names:
             file = folder / name
-            bucket.write(name, file.read_bytes()) if file.exists() else bucket.delete(name)
+            upload_object(bucket, name, file) if file.exists() else bucket.delete(name)
     except BucketError as e:
         raise failure(RunError, e, f"{e.strerror}; {folder} has the files", running=True) from None
 
@@ -396,6 +413,9 @@ def upload(folder: Path) -> None:
     try:
         mirror.become_writer()
         mirror.flush()
+        if mirror.left_out:
+            why = f"{', '.join(sorted(mirror.left_out))} cannot be written to {url}: pip install 'jaxscale[s3]'"
+            raise BucketError(errno.EFBIG, why)
     except BucketError as e:
         raise failure(RunError, e, f"{e.strerror}; {folder} has the files", running=True) from None
 

@@ -21,6 +21,7 @@ from jaxscale.plan.timeline import BETWEEN, WITHIN, term_times
 from jaxscale.plan.waterfall import ARITHMETIC, EXPOSED, waterfall
 from jaxscale.step.rates import examples
 from jaxscale.units import human_seconds
+from jaxscale.working_copy import local
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -125,6 +126,7 @@ def measured(run: Run, topology: str | Topology | None = None, *, compile: str =
     if isinstance(run, str | Path):
         raise RunError(f"measured takes a Run, as js.Run({str(run)!r}), not its path")
     info = run.info
+    local(run.place, profile=True)
     profile = read_profile(run.path)
     try:
         sizes = {"data": 1} if info["layout"] is None else info["layout"]["mesh"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
+import sys
 import threading
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 import jaxscale as js
-from jaxscale import buckets, working_copy
+from jaxscale import buckets, large_objects, working_copy
 from jaxscale.buckets import Bucket, BucketError
 from jaxscale.cli import main
 from jaxscale.errors import LOST, MISTAKE, AlteredFile, CheckpointError, ConfigError, DataError, RunError
@@ -548,6 +550,72 @@ def test_google_refuses_a_manifest_that_exists_and_the_loser_sees_it(stores, tmp
             second.publish(2, "1" * 8, b"another")
         assert first.finished(2).read("manifest.json").tobytes() == b"the manifest"
     assert len(written) == 2
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_large_files_are_read_in_ranges_and_written_in_parts(scheme, tmp_path, monkeypatch):
+    url = f"{scheme}://runs/{tmp_path.name}/large"
+    for name, value in (("PART", 4000), ("LARGE", 2**20)):
+        monkeypatch.setattr(large_objects, name, value)
+    sizes, opened = [], buckets._open
+
+    class Counted:
+        def __init__(self, *args):
+            self.kv = opened(*args)
+
+        def __getattr__(self, name):
+            return getattr(self.kv, name)
+
+        def read(self, *args, **options):
+            future = self.kv.read(*args, **options)
+            with contextlib.suppress(ValueError):
+                sizes.append(len(future.result().value))
+            return future
+
+    monkeypatch.setattr(buckets, "_open", Counted)
+    contents = {str(size): os.urandom(size) for size in (1, 3999, 4000, 4001, 8000, 10_001)}
+    for name, content in contents.items():
+        Bucket(url).write(name, content)
+    copy = working_copy.local(url)
+    assert {p.name: p.read_bytes() for p in copy.iterdir() if p.name != working_copy.RECORD} == contents
+    assert max(sizes) == 4000
+    Bucket(url).write("profile/plugins/trace", b"x")
+    working_copy._fetched.clear()
+    assert not (working_copy.local(url) / "profile").exists()
+    assert (working_copy.local(url, profile=True) / "profile" / "plugins" / "trace").exists()
+    if scheme == "gs":
+        return
+    large = os.urandom(9 * 2**20)  # two parts, of which S3 wants 5 MiB at least
+    with working_copy.mirrored(copy):
+        (copy / "large").write_bytes(large)
+    assert Bucket(url).read("large") == large
+    assert b'-2"' in bytes.fromhex(Bucket(url).generation("large"))
+
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    monkeypatch.setattr(large_objects, "MOST", 2**21)
+    (copy / "large").write_bytes(large[1:])
+    mirror = working_copy.Mirror(copy, url)
+    mirror.become_writer()
+    mirror.flush()  # a run goes on
+    assert mirror.left_out == {"large"}
+    with pytest.raises(RunError, match="large cannot be written to s3.*pip install 'jaxscale.s3.'"):
+        working_copy.upload(copy)
+
+
+def test_a_large_file_that_changes_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    bucket = Bucket(f"s3://runs/{tmp_path.name}")
+    monkeypatch.setattr(large_objects, "PART", 100)
+    read, left = Bucket.read, [b"2" * 260]
+    bucket.write("x", b"1" * 250)
+
+    def interfere(self, key, start=None, stop=None, **options):
+        if start == 100 and left:
+            self.write("x", left.pop())
+        return read(self, key, start, stop, **options)
+
+    monkeypatch.setattr(Bucket, "read", interfere)
+    large_objects.download(bucket, "x", None, tmp_path / "x")
+    assert (tmp_path / "x").read_bytes() == b"2" * 260
 
 
 FAULTS = """

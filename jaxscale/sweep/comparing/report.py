@@ -12,7 +12,7 @@ from jaxscale.sweep.comparing.folders import Patterns, Ran, read_runs
 from jaxscale.sweep.comparing.page import GENERATOR, page
 from jaxscale.sweep.comparing.pictures import draw_curves, draw_parallel
 from jaxscale.train.files import write_text
-from jaxscale.working_copy import local, upload_files
+from jaxscale.working_copy import as_named, local, upload_files
 
 PAGE = "report.html"
 PICTURES = {"curves.png": draw_curves, "parallel.png": draw_parallel}
@@ -90,6 +90,7 @@ def _times(runs: Sequence[Ran], tell: Callable[[str], None]) -> dict[str, str]:
     """Measured step times of runs that have a profile, as tables of text, beside the plan where there is one."""
     times = {}
     for run in runs:
+        local(as_named(run.path), profile=True)
         if (run.path / "profile").is_dir():
             from jaxscale.plan import measured
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from jaxscale.run import Run, fit
     from jaxscale.step import TrainConfig, log
     from jaxscale.sweep.comparing import curves, runs
+    from jaxscale.training_session import session
 
 _ROOMS = (
     "config",
@@ -76,6 +77,7 @@ _NAMES = {
     "explain": "plan",
     "curves": "sweep.comparing",
     "runs": "sweep.comparing",
+    "session": "training_session",
 }
 
 __all__ = [
@@ -108,6 +110,7 @@ __all__ = [
     "parallel",
     "plan",
     "runs",
+    "session",
     "simulate_devices",
     "step",
     "sweep",

@@ -266,7 +266,7 @@ def pieces(
             for i, one in enumerate(pending):
                 if one.completion is None:
                     engine.cancel(names[i])
-            if loaded is not None and draft is None and run.state is None:  # training would change the state
+            if loaded is not None and draft is None:
                 run.session.keep_engine(loaded, engine)
         if isinstance(engine.stepper, Streamed):
             _warn_resident(engine.stepper)

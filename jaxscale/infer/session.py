@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jaxscale.data import Tokenizer
+from jaxscale.infer.engine import Cached
 from jaxscale.layout import Layout
 from jaxscale.nn import WeightFormat
 
@@ -69,6 +70,7 @@ class Session:
         """Take the stored engine out of the session, if it has this model and `suits` accepts it, else `None`.
 
         It is not in the session until `keep_engine`: two generators may be open at once, and each needs its own engine.
+        The engine of a run in training gets the parameters as they are now.
 
         Args:
           loaded: the model.
@@ -78,8 +80,13 @@ class Session:
         if stored is None:
             return None
         model, engine = stored
-        same = model.params is loaded.params and (model.graphdef, model.layout) == (loaded.graphdef, loaded.layout)
-        return engine if same and suits(engine) else None
+        if (model.graphdef, model.layout) != (loaded.graphdef, loaded.layout) or not suits(engine):
+            return None
+        if model.params is not loaded.params:
+            if self.run.state is None or not isinstance(engine.stepper, Cached) or engine.busy:
+                return None
+            engine.stepper.replace_params(loaded.params)
+        return engine
 
     def keep_engine(self, loaded: Loaded, engine: Engine) -> None:
         """Store an engine for the next call.
@@ -88,4 +95,7 @@ class Session:
           loaded: its model.
           engine: the engine.
         """
+        if self.run.state is not None and isinstance(engine.stepper, Cached):  # the next step replaces the parameters
+            engine.stepper.replace_params(None)
+            loaded = loaded._replace(params=None)
         self._engine = loaded, engine

@@ -23,7 +23,7 @@ from jaxscale.step.state import Blueprint, TrainState
 from jaxscale.step.user_metrics import with_logged
 
 LossAndGrads = Callable[..., tuple[Metrics, Tree]]
-"""`f(params, batch, key, frozen)`; see `make_loss_and_grads`."""
+"""`f(params, batch, key, frozen, weights)`; see `make_loss_and_grads`."""
 _NONE: Tree = {}
 
 
@@ -110,9 +110,10 @@ def make_loss_and_grads(
       accumulate: number of micro-batches; must divide the batch.
 
     Returns:
-      `f(params, batch, key, frozen={}) -> (the objective's metrics, grads)`. Gradients are sharded by the layout's
-      rules for `grads`; `frozen` are the frozen parameters beside adapters. On a layout with pipeline stages the
-      pipeline's schedule computes the gradients of each micro-batch.
+      `f(params, batch, key, frozen={}, weights=None) -> (the objective's metrics, grads)`. Gradients are sharded by the
+      layout's rules for `grads`; `frozen` are the frozen parameters beside adapters; `weights` are the objective's, by
+      default of this batch (pass those of the whole batch where this is a part of it). On a layout with pipeline stages
+      the pipeline's schedule computes the gradients of each micro-batch.
 
     Raises:
       LayoutError: see `pipelined`.
@@ -139,11 +140,13 @@ def make_loss_and_grads(
         grads, terms = stages.gradients(whole, batch, key, weights)
         return back(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, whole))[0], terms
 
-    def loss_and_grads(params: Tree, batch: Batch, key: jax.Array, frozen: Tree = _NONE) -> tuple[Metrics, Tree]:
+    def loss_and_grads(
+        params: Tree, batch: Batch, key: jax.Array, frozen: Tree = _NONE, weights: Totals | None = None
+    ) -> tuple[Metrics, Tree]:
         batch = numbered(batch)
         rows = len(batch["rows"])
         parts = accumulate if stages is None else accumulate * stages.microbatches(rows // accumulate)
-        weights = objective.weights(batch, parts)
+        weights = objective.weights(batch, parts) if weights is None else weights
         grad = jax.grad(value, has_aux=True) if stages is None else of_stages
 
         def like_params(grads: Tree) -> Tree:
@@ -166,10 +169,12 @@ def make_loss_and_grads(
 
 
 def numbered(batch: Batch) -> Batch:
-    """Return the batch with `rows`, int32 (B,), the index of each row.
+    """Return the batch with `rows`, int32 (B,), the index of each row, unless it has them.
 
     Args:
       batch: arrays by name, (B, ...).
     """
+    if "rows" in batch:
+        return batch
     rows = next(iter(batch.values())).shape[0]
     return {**batch, "rows": jnp.arange(rows, dtype=jnp.int32)}

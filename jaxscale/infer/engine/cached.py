@@ -81,6 +81,15 @@ class Cached:
         self._pick, self._score = pick_of(graphdef), score_of(graphdef)
         self._count = dict.fromkeys(("computed", "columns", "steps", "calls"), 0)
 
+    def replace_params(self, params: Tree) -> None:
+        """Use other parameters from the next sequence on, and forget the prefixes that the old ones computed.
+
+        Args:
+          params: parameters of the same shapes and shardings, or `None` until the next call.
+        """
+        self._params = params
+        self.pages.forget_prefixes()
+
     def counts(self) -> dict[str, int]:
         """See `Stepper`."""
         pages = self.pages.count()

@@ -213,6 +213,16 @@ class Pages:
                 del self._coming[shard][digest]
         sequence.recorded = full
 
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache; sequences that run keep their pages, which nobody else will share."""
+        for shard in range(self.shards):
+            for idle, free in zip(self._idle[shard], self._free[shard], strict=True):
+                free.extend(reversed(idle))
+                idle.clear()
+            self._page_of[shard].clear()
+            self._digest_of[shard].clear()
+            self._coming[shard].clear()
+
     def check(self, running: Sequence[SequenceState]) -> None:
         """Assert that every slot and page is either free or held by the sequences that list it.
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxscale.data import to_devices
+from jaxscale.data import Batch, to_devices
 from jaxscale.data.loader import weighted
 from jaxscale.errors import ConfigError, DataError, RunError, near
 from jaxscale.layout import Layout
@@ -31,15 +31,15 @@ from jaxscale.step.blueprint import settled
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.guards import Watched
 from jaxscale.step.loss import AutoLoss
-from jaxscale.step.objective import Batch, Input, Objective, Totals
+from jaxscale.step.objective import Input, Objective, Totals
 from jaxscale.step.prepare import Prepared, prepare
 from jaxscale.step.state import TrainState
 from jaxscale.step.step import batch_shardings
 from jaxscale.train.folders import choose_folder
 from jaxscale.train.goodput import EVALUATING, OTHER, SAVING, STEPPING, Goodput
-from jaxscale.train.loop import RunFolder
 from jaxscale.train.record import Record
 from jaxscale.train.report import Reporter
+from jaxscale.train.run import RunFolder
 from jaxscale.train.saved import Saved
 from jaxscale.train.skips import SKIPS, Skips
 from jaxscale.working_copy import local, mirrored
@@ -357,7 +357,7 @@ class TrainingSession:
             blueprint = self.prepared.blueprint
             gradients = make_loss_and_grads(blueprint, objective=objective, accumulate=self.config.accumulate)
 
-            def program(state: TrainState, batch: Batch, weights: Totals | None, before: Tree | None) -> Any:
+            def program(state: TrainState, batch: Tree, weights: Totals | None, before: Tree | None) -> Any:
                 key = jax.random.fold_in(state.rng, state.step)
                 metrics, grads = gradients(state.params, batch, key, state.frozen, weights)
                 if before is not None:

@@ -11,7 +11,7 @@ from jaxscale.step.histograms import Histograms
 from jaxscale.step.lora import LoRA
 from jaxscale.step.loss import AutoLoss, CutLoss, Loss, MaterialisedLoss
 from jaxscale.step.objective import Input, NextToken, Objective, token_loss
-from jaxscale.step.objectives import DPO, IPO, KTO, ORPO, MaskedToken, SimPO
+from jaxscale.step.objectives import DAPO, DPO, GRPO, GSPO, IPO, KTO, ORPO, RLOO, MaskedToken, ReMax, SimPO
 from jaxscale.step.pipeline import is_pipelined, pipelined, replicas_of
 from jaxscale.step.prepare import check, check_quickly, prepare, step_of
 from jaxscale.step.rates import model_flops
@@ -32,6 +32,7 @@ __all__ = [
     "Blueprint",
     "Callback",
     "CutLoss",
+    "DAPO",
     "DPO",
     "HLGauss",
     "IPO",
@@ -44,7 +45,11 @@ __all__ = [
     "SimPO",
     "Adaptation",
     "Adapters",
+    "GRPO",
+    "GSPO",
     "LoRA",
+    "RLOO",
+    "ReMax",
     "Unfreeze",
     "LocalReplicas",
     "LocalSteps",

@@ -250,19 +250,44 @@ def matching_objects(pattern: str) -> tuple[Bucket, list[tuple[str, BucketFile]]
     Raises:
       BucketError: the request failed, or the bucket's name has a wildcard.
     """
-    scheme, _, bucket, *parts = normalized(pattern).split("/")
-    if globbing.has_magic(bucket):
-        raise BucketError(errno.EINVAL, f"{pattern}: write the bucket's name without a wildcard")
-    wild = next((i for i, part in enumerate(parts) if globbing.has_magic(part)), len(parts) - 1)
-    root = Bucket("/".join([f"{scheme}//{bucket}", *parts[: max(wild, 0)]]))
-    rest = parts[max(wild, 0) :]
+    root, rest = _divided(pattern)
     if rest and not globbing.has_magic(rest[0]):
         keys = [rest[0]] if root.exists(rest[0]) else []
     else:
-        begin = re.match(r"[^*?[]*", rest[0] if rest else "")
-        assert begin is not None
-        keys = [key for key in root.list(begin[0]) if rest and _matches(key.split("/"), rest)]
+        keys = [key for key in _listed(root, rest) if rest and _matches(key.split("/"), rest)]
     return root, [(k, BucketFile(root, k, g)) for k, g in zip(keys, root.each(root.generation, keys), strict=True)]
+
+
+def matching_folders(pattern: str | Path) -> list[str]:
+    """Return the URLs of the folders that match a pattern.
+
+    Args:
+      pattern: a URL with wildcards, as for `matching_objects`.
+
+    Raises:
+      BucketError: the request failed, or the bucket's name has a wildcard.
+    """
+    root, rest = _divided(pattern)
+    folders = {
+        tuple(parts[:n]) for key in _listed(root, rest) for parts in [key.split("/")] for n in range(1, len(parts))
+    }
+    return [f"{root}/{'/'.join(folder)}" for folder in sorted(folders) if _matches(folder, rest)]
+
+
+def _divided(pattern: str | Path) -> tuple[Bucket, list[str]]:
+    """Return the folder above the first part of a pattern that has a wildcard, and the parts from that one on."""
+    scheme, _, bucket, *parts = normalized(pattern).split("/")
+    if globbing.has_magic(bucket):
+        raise BucketError(errno.EINVAL, f"{pattern}: write the bucket's name without a wildcard")
+    wild = next((i for i, part in enumerate(parts) if globbing.has_magic(part)), max(len(parts) - 1, 0))
+    return Bucket("/".join([f"{scheme}//{bucket}", *parts[:wild]])), parts[wild:]
+
+
+def _listed(root: Bucket, rest: Sequence[str]) -> list[str]:
+    """Return the keys that begin as a pattern does before its first wildcard."""
+    begin = re.match(r"[^*?[]*", rest[0] if rest else "")
+    assert begin is not None
+    return root.list(begin[0])
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from jaxscale.buckets import is_url
+from jaxscale.bucket_files import matching_folders
+from jaxscale.buckets import BucketError, failure, is_url
 from jaxscale.errors import ConfigError, LayoutError, near
 from jaxscale.other_names import same
 
@@ -59,8 +60,14 @@ def accept(args: argparse.Namespace) -> None:
         )
     names = [getattr(args, name, None) for name in ("run", "resume", "start", "config", "table")]
     names += getattr(args, "runs", None) or []
-    folders: list[str | Path] = [name for name in names if name and is_url(name)]
-    on_disk = [name for name in names if name and name not in folders]
+    in_buckets = [name for name in names if name and is_url(name)]
+    on_disk = [name for name in names if name and name not in in_buckets]
+    try:
+        folders: list[str | Path] = [
+            folder for name in in_buckets for folder in (matching_folders(name) if glob.has_magic(name) else [name])
+        ]
+    except BucketError as e:
+        raise failure(ConfigError, e) from None
     folders += [Path(p) for name in on_disk for p in [name, *sorted(glob.glob(name))] if Path(p).is_dir()]
     if not folders:
         raise ConfigError("--accept-edits needs the folder of a run or a sweep; name one")

@@ -18,6 +18,7 @@ from jaxscale.sweep.base import BAD, RUNNING, WAITING, Record
 from jaxscale.sweep.journal import read_records
 from jaxscale.sweep.outcomes import score
 from jaxscale.train.files import read_gin, write_listed
+from jaxscale.working_copy import as_named, local
 
 FILE = "results.csv"
 FIRST = ("state", "steps", "tokens", "parameters", "flops", "loss", "eval_loss")
@@ -63,7 +64,7 @@ class Result:
     """A sweep's folder, finished or not.
 
     Args:
-      path: the folder.
+      path: the folder, or its URL in a bucket.
       objective: the metric that its search minimises; by default that in its `sweep.gin`.
       records: records of its trials; by default those in the folder, which for a sweep shared by several machines
         are this machine's only.
@@ -76,7 +77,7 @@ class Result:
     """
 
     def __init__(self, path: str | Path, objective: str | None = None, records: Sequence[Record] | None = None):
-        self.path, self._records = Path(path), records
+        self.path, self._records = local(path), records
         self.objective = objective or _objective(self.path)
         self.stopped_by: str | None = None
 
@@ -129,4 +130,4 @@ def _objective(folder: Path) -> str:
             gin_config.parse(next(ln.partition(" = ")[2] for ln in lines if ln.startswith("sweep.objective = ")))
         )
     except (OSError, StopIteration):
-        raise RunError(f"{folder} is not a sweep: it has no readable sweep.gin") from None
+        raise RunError(f"{as_named(folder)} is not a sweep: it has no readable sweep.gin") from None

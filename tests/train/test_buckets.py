@@ -20,6 +20,7 @@ from jaxscale import buckets, large_objects, working_copy
 from jaxscale.buckets import Bucket, BucketError
 from jaxscale.cli import main
 from jaxscale.errors import LOST, MISTAKE, AlteredFile, CheckpointError, ConfigError, DataError, RunError
+from jaxscale.sweep.comparing.folders import read_runs
 from jaxscale.train.checkpoints import places
 from jaxscale.train.checkpoints.bucket_places import BucketFiles, BucketPlace
 from jaxscale.train.checkpoints.places import DiskPlace
@@ -328,6 +329,42 @@ def test_a_token_file_in_a_bucket_is_fetched_chunk_by_chunk(tmp_path, monkeypatc
     Bucket(url).delete("meta.json")
     with pytest.raises(DataError, match="is not a complete token file"):
         js.data.token_file(url).source(tokenizer, seq_len=64, split="train")
+
+
+def test_patterns_name_runs_of_a_bucket_and_a_sweep_is_read_from_its_url(tmp_path, whole, capsys):
+    url = f"s3://runs/{tmp_path.name}"
+    small = [p for p in whole.path.iterdir() if p.is_file() and not p.name.startswith(".")]
+    for run in ("runs/a-1", "runs/a-2", "runs/b", "deep/er/a-3"):
+        for file in small:
+            Bucket(url).write(f"{run}/{file.name}", file.read_bytes() or b" ")
+    Bucket(url).write("runs/a-notes/x", b"x")
+    working_copy.local(f"{url}/runs/a-1")
+    working_copy.copy_of(f"{url}/runs/a-old").mkdir()  # what is only in the cache does not count
+    (working_copy.copy_of(f"{url}/runs/a-old") / "run.json").write_text("{}")
+    for pattern, names in (
+        ("runs/a-*", ["runs/a-1", "runs/a-2"]),
+        ("**/a-?", ["deep/er/a-3", "runs/a-1", "runs/a-2"]),
+        ("run[s]/b", ["runs/b"]),
+    ):
+        assert [working_copy.as_named(run.path) for run in read_runs(f"{url}/{pattern}")] == [
+            f"{url}/{name}" for name in names
+        ]
+    assert main(["report", f"{url}/runs/a-*", "--out", str(tmp_path / "report")]) == 0
+    assert (tmp_path / "report" / "report.html").exists()
+    with pytest.raises(RunError, match="names no run"):
+        read_runs(f"{url}/none*")
+    with pytest.raises(RunError, match="there is no bucket s3://elsewhere"):
+        read_runs("s3://elsewhere/*")
+    edited = Bucket(f"{url}/runs/a-1").read("config.gin") + b"# edited\n"
+    Bucket(f"{url}/runs/a-1").write("config.gin", edited)
+    working_copy._fetched.clear()
+    capsys.readouterr()
+    main(["report", f"{url}/runs/a-*", "--out", str(tmp_path / "report"), "--accept-edits"])
+    assert f"accepted the edit of {url}/runs/a-1/config.gin" in capsys.readouterr().err
+    with pytest.raises(RunError, match=f"{url}/runs/b is not a sweep"):
+        js.sweep.Result(f"{url}/runs/b")
+    Bucket(f"{url}/sweep").write("sweep.gin", b"sweep.objective = 'loss'\n")
+    assert js.sweep.Result(f"{url}/sweep").objective == "loss"
 
 
 def test_a_hostile_bucket_writes_nowhere_else(tmp_path):

@@ -20,6 +20,8 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from jaxscale import reading
+from jaxscale.bucket_files import matching_folders
+from jaxscale.buckets import BucketError, failure, is_url, normalized
 from jaxscale.config_text import LOST
 from jaxscale.errors import AlteredFile, RunError, near
 from jaxscale.seals import Lines
@@ -140,7 +142,7 @@ def read_runs(what: Patterns) -> list[Ran]:
       RunError: one names no run.
     """
     items = [what] if isinstance(what, str | Path) else list(what)
-    paths = list(dict.fromkeys(path for item in items for path in _find(local(item))))
+    paths = list(dict.fromkeys(path for item in items for path in _find(item)))
     if not paths:
         raise RunError("name at least one run, sweep or pattern, as runs/*")
     return [read_run(path, name) for path, name in zip(paths, _names(paths), strict=True)]
@@ -245,7 +247,17 @@ def is_sweep(path: Path) -> bool:
     return any((path / name).is_file() for name in _OF_A_SWEEP)
 
 
-def _find(item: Path) -> list[Path]:
+def _find(what: str | Path) -> list[Path]:
+    if is_url(what) and glob.has_magic(str(what)):
+        try:
+            folders = [local(url) for url in matching_folders(what)]
+        except BucketError as e:
+            raise failure(RunError, e) from None
+        paths = _runs_of(folders)
+        if not paths:
+            raise RunError(f"{normalized(what)} names no run; list the bucket, or name one folder")
+        return paths
+    item = local(what)
     if item.is_dir():
         paths = [item] if is_run(item) else _runs_in(item)
         if not paths:
@@ -253,11 +265,15 @@ def _find(item: Path) -> list[Path]:
             raise RunError(f"{as_named(item)} is not a run and holds none: {none}")
         return paths
     folders = sorted(Path(p) for p in glob.glob(str(item)) if Path(p).is_dir())
-    paths = [path for folder in folders for path in ([folder] if is_run(folder) else _runs_in(folder))]
+    paths = _runs_of(folders)
     if not paths:
         siblings = [str(p) for p in item.parent.glob("*") if p.is_dir()] if item.parent.is_dir() else []
         raise RunError(f"{as_named(item)} names no run{near(str(item), siblings) if len(siblings) <= 50 else ''}")
     return paths
+
+
+def _runs_of(folders: Sequence[Path]) -> list[Path]:
+    return [path for folder in folders for path in ([folder] if is_run(folder) else _runs_in(folder))]
 
 
 def _runs_in(folder: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxscale.errors import LayoutError
 from jaxscale.layout.axes import check_axis
 from jaxscale.layout.boxing import Boxes
+from jaxscale.layout.host import HOST, host_memory_or_say
 from jaxscale.layout.layout import Layout
 from jaxscale.layout.rules import Kind
 from jaxscale.units import human_bytes
@@ -36,6 +37,7 @@ class TensorInfo:
       axes: a logical axis or `None` per dimension.
       contracted: the dimensions that a matrix product sums over, counted from the last as -1, of a parameter that can
         be stored in another format (see `jaxscale.nn.WeightFormat`); `None` for any other tensor.
+      host: whether it is in host memory, where the hardware has such.
     """
 
     path: str
@@ -43,6 +45,7 @@ class TensorInfo:
     dtype: Any
     axes: tuple[str | None, ...]
     contracted: tuple[int, ...] | None = dataclasses.field(default=None, compare=False)
+    host: bool = dataclasses.field(default=False, compare=False)
 
     @property
     def size(self) -> int:
@@ -157,7 +160,13 @@ def shardings_of(infos: Tree, layout: Layout | None, kind: Kind = "params") -> T
     """
     if layout is None:
         return None
-    return jax.tree.map(lambda i: layout.sharding(i.axes, i.shape, kind=kind, name=i.path), infos)
+
+    def one(i: TensorInfo) -> jax.sharding.NamedSharding:
+        sharding = layout.sharding(i.axes, i.shape, kind=kind, name=i.path)
+        hosted = i.host and host_memory_or_say(i.path, "stays on the device", layout)
+        return sharding.with_memory_kind(HOST) if hosted else sharding
+
+    return jax.tree.map(one, infos)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from jaxscale.layout.tensors import Tree
 from jaxscale.nn.block import Block
 from jaxscale.nn.cache import DecodeState, RunCache
 from jaxscale.nn.context import Context
+from jaxscale.nn.late import made
 from jaxscale.nn.memory import POLICIES, MemoryPolicy
 from jaxscale.nn.stats import Stats, none_of, over_layers, total
 from pallas_kernels.dispatch import device
@@ -159,6 +160,7 @@ class Run(nnx.Module):
 
         def group(carry: tuple[Array, tuple[Any, ...]], slice_: tuple[list[Block], Part]) -> Tree:
             ((x, states), (blocks, (i, real))), reported = (carry, slice_), []
+            blocks = made(blocks)
             before = x
             for j, block in enumerate(blocks):
                 layer = cache.layer(states, j, i) if isinstance(cache, RunCache) else None

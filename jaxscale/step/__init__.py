@@ -2,7 +2,7 @@
 
 from jaxscale.step.adaptation import Adaptation, Adapters
 from jaxscale.step.algorithm import Algorithm
-from jaxscale.step.algorithms import DiLoCo, LocalReplicas, LocalSteps, MeZO, Replicas
+from jaxscale.step.algorithms import ZO2, DiLoCo, LocalReplicas, LocalSteps, MeZO, Replicas
 from jaxscale.step.backprop import Backprop, make_loss_and_grads, make_step
 from jaxscale.step.blueprint import blueprint_of, settled
 from jaxscale.step.callbacks import Callback
@@ -26,6 +26,7 @@ from jaxscale.step.watchdog import Watchdog
 from jaxscale.step.weight_ema import WeightEMA
 
 __all__ = [
+    "ZO2",
     "Algorithm",
     "AutoLoss",
     "Backprop",

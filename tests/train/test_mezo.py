@@ -17,7 +17,10 @@ from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout, shared_rows
 from jaxscale.models import TransformerConfig
 from jaxscale.plan.collectives import collectives
-from jaxscale.step import LoRA, MeZO, NextToken, TrainConfig, WeightEMA, check, prepare
+from jaxscale.plan.compile import compile_for, compile_step
+from jaxscale.step import LoRA, MeZO, NextToken, TrainConfig, WeightEMA, blueprint_of, check, prepare
+from jaxscale.step.algorithms.perturbations import forward_value
+from jaxscale.step.blueprint import abstract_inputs
 from jaxscale.step.guards import FingerprintGuard, FiniteGuard
 from jaxscale.train.skips import SKIPS
 from tests.truth import numpy_transformer
@@ -125,6 +128,24 @@ def test_a_step_has_one_copy_of_the_parameters():
     assert extra < size, "XLA for CPU draws random numbers in several arrays, of a layer"
     assert not_aliased < 0.01 * size, "the new parameters are where the old ones were"
     assert temporaries(js.step.Backprop())[0] > 1.5 * size
+
+
+@pytest.mark.tpu_aot
+def test_a_tpu_needs_no_more_memory_than_for_a_forward_pass():
+    model = TransformerConfig(depth=16, width=256, heads=2, vocab=256, hidden=1024)
+    blueprint = blueprint_of(one := config(model=model, algorithm=MeZO(), layout=Layout("data=1"), seq_len=128))[0]
+    value = forward_value(blueprint, one.objective)
+    args = blueprint.abstract_state().params, abstract_inputs(one)
+
+    def forward(params, batch):
+        return value(params, batch, jax.random.key(0), {})[0]
+
+    programs = compile_for(forward, "v5e:2x2", *args, layout=one.layout), compile_step(one, "v5e:2x2")
+    needs, step = (p.memory_analysis() for p in programs)
+    step_bytes = step.argument_size_in_bytes + step.temp_size_in_bytes
+    assert step_bytes + step.output_size_in_bytes - step.alias_size_in_bytes <= (
+        1.01 * (needs.argument_size_in_bytes + needs.temp_size_in_bytes + needs.output_size_in_bytes)
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,5 +4,6 @@ from jaxscale.step.algorithms.diloco import DiLoCo
 from jaxscale.step.algorithms.local_steps import LocalSteps
 from jaxscale.step.algorithms.mezo import MeZO
 from jaxscale.step.algorithms.replicas import LocalReplicas, Replicas
+from jaxscale.step.algorithms.zo2 import ZO2
 
-__all__ = ["DiLoCo", "LocalReplicas", "LocalSteps", "MeZO", "Replicas"]
+__all__ = ["ZO2", "DiLoCo", "LocalReplicas", "LocalSteps", "MeZO", "Replicas"]

@@ -101,14 +101,13 @@ class MeZO(Algorithm):
         """Return a step of `2 · perturbations` forward passes and an update along the perturbations."""
         if schedule is None:
             raise ConfigError(_no_schedule(self))
-        rate, infos, n = schedule, blueprint.infos, self.perturbations
+        rate, n = schedule, self.perturbations
         value = forward_value(blueprint, objective, accumulate)
-        evaluate = self._spread if spreads(blueprint.layout) else self._in_place
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             key = jax.random.fold_in(state.rng, state.step)
             keys = perturbation_keys(key, n)
-            params, values, metrics = evaluate(blueprint, value, state, batch, key, keys)
+            params, values, metrics = self._evaluate(blueprint, value, state, batch, key, keys)
             slopes = (values[:, 0] - values[:, 1]) / (2 * self.eps)
             metrics = jax.tree.map(jnp.mean, metrics) | {"grad_norm": jnp.sqrt(jnp.mean(slopes**2))}
             # The guards read the parameters after they are moved back: read before, XLA would copy them.
@@ -120,25 +119,23 @@ class MeZO(Algorithm):
             if accepted is not None:
                 by, decay = jnp.where(accepted, by, 0.0), jnp.where(accepted, decay, 0.0)
 
-            def update(params: Tree, one: tuple[jax.Array, ...]) -> tuple[Tree, None]:
-                key, by, shrink = one
-                return move(params, infos, key, by, shrink if self.weight_decay else None), None
-
             with jax.named_scope("optimizer"):
                 shrink = jnp.where(jnp.arange(n) == 0, 1 - decay, 1.0)  # weights decay once a step
-                params, _ = jax.lax.scan(update, params, (keys, by, shrink))
+                params = self._update(blueprint, params, keys, by, shrink if self.weight_decay else None)
             metrics |= counts | {"lr": lr}
             return state.replace(step=state.step + 1, params=params, guards=memory), metrics
 
         return step
 
-    def _in_place(
+    def _evaluate(
         self, blueprint: Blueprint, value: Value, state: TrainState, batch: Batch, key: jax.Array, keys: jax.Array
     ) -> tuple[Tree, jax.Array, Metrics]:
-        """Evaluate both sides of each perturbation, moving the parameters there and back.
+        """Evaluate both sides of each perturbation; return the parameters, values (n, 2), and metrics with more axes.
 
-        XLA runs the loops in place: a device holds one copy of the parameters.
+        The parameters are moved there and back. XLA runs the loops in place: a device holds one copy of them.
         """
+        if spreads(blueprint.layout):
+            return self._spread(blueprint, value, state, batch, key, keys)
         infos = blueprint.infos
 
         def both(params: Tree, own: jax.Array) -> tuple[Tree, tuple[jax.Array, Metrics]]:
@@ -167,6 +164,16 @@ class MeZO(Algorithm):
         own = jnp.repeat(jax.random.key_data(keys), 2, axis=0)
         values, metrics = each_copy(side, shared, own, sides, layout=blueprint.layout)
         return state.params, values.reshape(-1, 2), metrics
+
+    def _update(
+        self, blueprint: Blueprint, params: Tree, keys: jax.Array, by: jax.Array, shrink: jax.Array | None
+    ) -> Tree:
+        """Move the parameters along all perturbations; `by` and `shrink` are (n,)."""
+
+        def one(params: Tree, own: tuple[jax.Array, ...]) -> tuple[Tree, None]:
+            return move(params, blueprint.infos, *own), None
+
+        return jax.lax.scan(one, params, (keys, by, *(() if shrink is None else (shrink,))))[0]
 
     def weights(self, state: TrainState) -> Tree:
         """Return the parameters."""

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxscale.layout import TensorInfo, constrain, current
 from jaxscale.optim import decay_mask
@@ -25,35 +25,48 @@ Value = Callable[[Tree, Batch, Array, Tree], tuple[Array, Metrics]]
 """`f(params, batch, key, frozen) -> (value of the objective, its metrics)`."""
 
 
-def normal(key: Array, path: str, shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """Draw a standard normal float32 array for one tensor; the same numbers however it is sharded.
+def tensor_key(key: Array, path: str) -> Array:
+    """Return a tensor's own key: the CRC-32 of its path folded into a perturbation's key.
 
     Args:
       key: the perturbation's key.
-      path: the tensor's path, whose CRC-32 is folded into the key.
-      shape: the tensor's shape.
+      path: the tensor's path.
     """
-    return jax.random.normal(jax.random.fold_in(key, zlib.crc32(path.encode())), shape, jnp.float32)
+    return jax.random.fold_in(key, zlib.crc32(path.encode()))
 
 
-def normal_layer(key: Array, path: str, shape: tuple[int, ...], layer: Array) -> Float[Array, "..."]:
-    """Draw a standard normal float32 array for one layer of a stack; the layer's number is folded into the key, too.
+def is_stack(info: TensorInfo) -> bool:
+    """Return whether a tensor is a stack of layers, each of which has a key of its own."""
+    return bool(info.axes) and info.axes[0] == "layers"
+
+
+def stays(info: TensorInfo) -> bool:
+    """Return whether a tensor is not perturbed: a load-balancing bias of a router."""
+    return info.path.split("/")[-1] == LOAD_BIAS
+
+
+def along(x: Array, key: Array, by: Array | float, axes: tuple[str | None, ...], shrink: Array | None = None) -> Array:
+    """Return `shrink · x + by · z` for a tensor or a layer, where z is standard normal, in float32 and then x's dtype.
+
+    z is the same however it is sharded.
 
     Args:
-      key: the perturbation's key.
-      path: the stack's path.
-      shape: the shape of a layer.
-      layer: the layer's number in the stack, int32 scalar.
+      x: the tensor.
+      key: its key.
+      by: the step along z, float32 scalar.
+      axes: its logical axes.
+      shrink: a factor, float32 scalar; `None` is 1.
     """
-    of_tensor = jax.random.fold_in(key, zlib.crc32(path.encode()))
-    return jax.random.normal(jax.random.fold_in(of_tensor, layer), shape, jnp.float32)
+    z = constrain(jax.random.normal(key, x.shape, jnp.float32), *axes, kind="params")
+    wide = x.astype(jnp.float32)
+    return ((wide if shrink is None else shrink * wide) + by * z).astype(x.dtype)
 
 
 def move(params: Tree, infos: Tree, key: Array, by: Array | float, shrink: Array | None = None) -> Tree:
-    """Return `shrink · params + by · z`, where z is the standard normal perturbation of a key, computed in float32.
+    """Return the parameters moved along the perturbation of a key, see `along`.
 
     z is drawn one layer of a stack at a time, in a loop that XLA runs in place, so that it needs memory for one layer.
-    (Stacks that are sharded over layers are drawn at once.) Load-balancing biases of routers stay as they are.
+    (Stacks that are sharded over layers are drawn at once.)
 
     Args:
       params: the parameters, a tree.
@@ -63,25 +76,20 @@ def move(params: Tree, infos: Tree, key: Array, by: Array | float, shrink: Array
       shrink: a factor for parameters with weight decay (see `jaxscale.optim.decay_mask`), float32 scalar; `None` is 1.
     """
 
-    def stepped(x: Array, z: Array, axes: tuple[str | None, ...], decays: bool) -> Array:
-        wide = x.astype(jnp.float32)
-        wide = wide if shrink is None or not decays else shrink * wide
-        return (wide + by * constrain(z, *axes, kind="params")).astype(x.dtype)
-
     def one(info: TensorInfo, x: Array, decays: bool) -> Array:
-        if info.path.split("/")[-1] == LOAD_BIAS:
+        if stays(info):
             return x
-        if not info.axes or info.axes[0] != "layers":
-            return stepped(x, normal(key, info.path, x.shape), info.axes, decays)
+        own, factor = tensor_key(key, info.path), shrink if decays else None
+        if not is_stack(info):
+            return along(x, own, by, info.axes, factor)
+
+        def layer(x: Array, i: Array) -> Array:
+            return along(x, jax.random.fold_in(own, i), by, info.axes[1:], factor)
+
         layout = current()
         if layout is not None and layout.cut("layers", "params"):
-            z = jax.vmap(lambda i: normal_layer(key, info.path, x.shape[1:], i))(jnp.arange(x.shape[0]))
-            return stepped(x, z, info.axes, decays)
-
-        def layer(i: Array, x: Array) -> Array:
-            return x.at[i].set(stepped(x[i], normal_layer(key, info.path, x.shape[1:], i), info.axes[1:], decays))
-
-        return jax.lax.fori_loop(0, x.shape[0], layer, x)
+            return constrain(jax.vmap(layer)(x, jnp.arange(x.shape[0])), *info.axes, kind="params")
+        return jax.lax.fori_loop(0, x.shape[0], lambda i, x: x.at[i].set(layer(x[i], i)), x)
 
     with jax.named_scope("perturb"):
         return jax.tree.map(one, infos, params, decay_mask(infos))

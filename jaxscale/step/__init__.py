@@ -2,7 +2,7 @@
 
 from jaxscale.step.adaptation import Adaptation, Adapters
 from jaxscale.step.algorithm import Algorithm
-from jaxscale.step.algorithms import ZO2, DiLoCo, LocalReplicas, LocalSteps, MeZO, Replicas
+from jaxscale.step.algorithms import QZO, ZO2, DiLoCo, LocalReplicas, LocalSteps, MeZO, Replicas
 from jaxscale.step.backprop import Backprop, make_loss_and_grads, make_step
 from jaxscale.step.blueprint import blueprint_of, settled
 from jaxscale.step.callbacks import Callback
@@ -15,6 +15,7 @@ from jaxscale.step.objectives import DAPO, DPO, GRPO, GSPO, IPO, KTO, ORPO, RLOO
 from jaxscale.step.pipeline import is_pipelined, pipelined, replicas_of
 from jaxscale.step.prepare import check, check_quickly, prepare, step_of
 from jaxscale.step.rates import model_flops
+from jaxscale.step.scales import Scales
 from jaxscale.step.snapshots import Snapshots
 from jaxscale.step.state import Blueprint, TrainState, describe_model, make_params
 from jaxscale.step.step import batch_sharding, batch_shardings, jit_step
@@ -26,6 +27,7 @@ from jaxscale.step.watchdog import Watchdog
 from jaxscale.step.weight_ema import WeightEMA
 
 __all__ = [
+    "QZO",
     "ZO2",
     "Algorithm",
     "AutoLoss",
@@ -61,6 +63,7 @@ __all__ = [
     "NextToken",
     "Objective",
     "Replicas",
+    "Scales",
     "Snapshots",
     "SquaredError",
     "TrackedRun",

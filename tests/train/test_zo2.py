@@ -56,6 +56,7 @@ def test_steps_are_those_of_mezo_and_layers_are_in_host_memory(layout):
     assert set(jax.tree.leaves(places)) == {"device"}
 
 
+@pytest.mark.long
 def test_a_resumed_run_has_the_same_bits_and_evaluates_on_the_device(tmp_path):
     settings = dict(algorithm=ZO2(eps=0.02), eval_batches=1, steps=3)
     whole = js.fit(config(**settings), run=tmp_path / "whole", quiet=True)

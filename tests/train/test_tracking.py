@@ -7,6 +7,7 @@ import re
 import threading
 import time
 
+import numpy as np
 import pytest
 
 import jaxscale as js
@@ -291,6 +292,20 @@ def test_tensorboard_events_have_every_number_and_a_resume_replaces_steps():
     losses = [(step, pytest.approx(value)) for step, tag, value in scalars if tag == "loss"]
     assert losses == [(row["step"], row["loss"]) for row in js.Run(path).metrics()]
     assert (4, "eval_loss") in [(step, tag) for step, tag, _ in scalars]
+
+
+def test_tensorboard_events_have_histograms(tmp_path):
+    pytest.importorskip("tensorboardX")
+    record = TensorBoard().start(TrackedRun("0123456789abcdef", "run", tmp_path))
+    one = js.step.Histogram(np.array([3, 0, 5]), np.array([-1.0, 0.0, 1.0, 2.0]), nonfinite=2)
+    record.histograms(7, {"params/x": one, "params/y": dataclasses.replace(one, nonfinite=0)})
+    record.finish("finished")
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    values = {v.tag: (event.step, v) for event in _events(file) for v in event.summary.value}
+    step, value = values["params/x"]
+    assert step == 7 and list(value.histo.bucket_limit) == [0, 1, 2] and list(value.histo.bucket) == [3, 0, 5]
+    assert (value.histo.min, value.histo.max, value.histo.num, value.histo.sum) == (-1, 2, 8, 3 * -0.5 + 5 * 1.5)
+    assert values["nonfinite/params/x"][1].simple_value == 2 and "nonfinite/params/y" not in values
 
 
 def _events(file):

@@ -27,6 +27,7 @@ from jaxscale.train.checkpoints.places import DiskPlace
 from jaxscale.train.checkpoints.staged import StagedCheckpoints
 from jaxscale.train.checkpoints.store import Checkpoints
 from jaxscale.train.files import read_json, write_json
+from jaxscale.train.record import Record
 from tests.truth.runs import BIGRAM, environment, write_gin
 from tests.truth.servers import failing, object_stores
 
@@ -455,7 +456,8 @@ def test_files_that_the_writer_before_uploaded_late_are_not_overwritten(tmp_path
         writer.flush()  # so that no checkpoint is finished whose metrics the next writer may not have seen
 
 
-def test_a_run_whose_last_upload_failed_is_completed_when_it_is_started_again(tmp_path, whole):
+def test_a_run_whose_last_upload_failed_is_completed_when_it_is_started_again(tmp_path, whole, monkeypatch):
+    monkeypatch.setattr(Record, "picture", lambda self: None)  # takes a second
     url = copied(whole, f"s3://runs/{tmp_path.name}/run", status="running")
     again = js.fit(run=url, resume=True, quiet=True)
     assert json.loads(Bucket(url).read("run.json"))["status"] == again.info["status"] == "finished"
@@ -481,14 +483,13 @@ def test_servers_have_working_copies_of_their_own(monkeypatch):
 
 def test_verify_does_not_count_an_outage_as_damage_and_lists_what_was_set_aside(stores, copy, monkeypatch, capfd):
     url = copy
-    for status, code in ((403, MISTAKE), (503, LOST)):
-        with failing(stores["AWS_ENDPOINT_URL"], lambda m, p: status if "/c.0" in p else None) as proxy:  # noqa: B023
-            with monkeypatch.context() as patch:
-                patch.setattr(buckets, "RETRIES", {"max_retries": 1, "initial_delay": "5ms", "max_delay": "5ms"})
-                patch.setenv("AWS_ENDPOINT_URL", proxy)
-                assert main(["checkpoint", "verify", url]) == code
-        out = "".join(capfd.readouterr())
-        assert "damaged" not in out and ("access is denied" in out or "does not answer" in out)
+    with failing(stores["AWS_ENDPOINT_URL"], lambda m, p: 503 if "/c.0" in p else None) as proxy:
+        with monkeypatch.context() as patch:
+            patch.setattr(buckets, "RETRIES", {"max_retries": 1, "initial_delay": "5ms", "max_delay": "5ms"})
+            patch.setenv("AWS_ENDPOINT_URL", proxy)
+            assert main(["checkpoint", "verify", url]) == LOST
+    out = "".join(capfd.readouterr())
+    assert "damaged" not in out and "does not answer" in out
     place = BucketPlace(f"{url}/checkpoints")
     place.set_aside(6)
     place.set_aside(6)  # there is nothing left of that name

@@ -105,6 +105,10 @@ def test_of_a_mixture_it_shows_each_part_with_its_share(run, tmp_path):
     code, out, _ = run("data", "mix.gin", "--gin.text_files.heldout=0", "--gin.train.seq_len=8")
     assert code == 0 and "jsonl_files: 75.0% of rows" in out and "text_files: 25.0% of rows" in out
     assert "rows of 8 tokens" in out
+    changed = "--gin.mixture.schedule=((10, (1, 1)), (2000, (0, 1)))"
+    code, out, _ = run("data", "mix.gin", "--gin.text_files.heldout=0", "--gin.train.seq_len=8", changed)
+    assert code == 0 and "jsonl_files: 75.0% of rows, from step 10 50.0%, from step 2,000 0.0%" in out
+    assert "text_files: 25.0% of rows, from step 10 50.0%, from step 2,000 100.0%" in out
 
 
 def test_preparing_a_config_fills_the_cache_that_a_run_reads(run, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -236,15 +236,20 @@ def _prepare(subject: Subject, args: argparse.Namespace) -> int:
     return 0
 
 
-def _parts(corpus: Corpus) -> Iterator[tuple[Any, Any]]:
-    """Yield the corpora of a mixture, of mixtures in it too, and the share of each as it is written; or the corpus."""
+def _parts(corpus: Corpus, later: Sequence[float] | None = None) -> Iterator[tuple[Any, Any]]:
+    """Yield the corpora of a mixture, of mixtures in it too, and the share of each as it is written; or the corpus.
+
+    Args:
+      corpus: the corpus.
+      later: weights of its schedule; `None` are those of the beginning.
+    """
     parts = getattr(corpus, "parts", None)
     if parts is None:
         yield corpus, None
         return
-    weights = [weight for _, weight in parts]
+    weights = [weight for _, weight in parts] if later is None else list(later)
     numbers = all(isinstance(weight, int | float) for weight in weights)
-    for part, weight in parts:
+    for (part, _), weight in zip(parts, weights, strict=True):
         share = weight / sum(weights) if numbers else weight
         for inner, of in _parts(part):
             both = isinstance(share, float) and isinstance(of, float)
@@ -265,13 +270,19 @@ def _show(subject: Subject, args: argparse.Namespace) -> int:
         if getattr(args, name) < 0:
             raise ConfigError(f"--{name} {getattr(args, name)}: use 0 or more")
     described: list[dict[str, Any]] = []
-    for part, share in _parts(subject.corpus):
+    schedule = [
+        (int(step), [share for _, share in _parts(subject.corpus, weights)])
+        for step, weights in getattr(subject.corpus, "schedule", ())
+    ]
+    for number, (part, share) in enumerate(_parts(subject.corpus)):
         file = _prepared(part, subject.tokenizer)
         about = {
             "corpus": part.name,
             "share": share,
             "folder": None if file is None else str(file.bucket or file.folder),
         }
+        if schedule:
+            about["schedule"] = [{"from_step": step, "share": shares[number]} for step, shares in schedule]
         if file is not None:
             about["statistics"] = statistics(file, subject.seq_len)
             about["documents"] = tables.first_documents(file, args.documents, subject.tokenizer)

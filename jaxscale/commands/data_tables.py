@@ -84,6 +84,10 @@ def as_json(value: Any) -> Any:
     return str(value)
 
 
+def _share(share: object) -> str:
+    return f"{share:.1%}" if isinstance(share, float) else str(share)
+
+
 def show(corpora: list[dict[str, Any]], rows: list[dict[str, Any]], subject: Subject, source: Source) -> None:
     """Print everything.
 
@@ -98,8 +102,9 @@ def show(corpora: list[dict[str, Any]], rows: list[dict[str, Any]], subject: Sub
 
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
     for about in corpora:
-        share = about["share"]
-        of = "" if share is None else f": {share:.1%} of rows" if isinstance(share, float) else f": {share} of rows"
+        of = "" if about["share"] is None else f": {_share(about['share'])} of rows"
+        for later in about.get("schedule", ()):
+            of += f", from step {later['from_step']:,} {_share(later['share'])}"
         where = f" ({about['folder']})" if about["folder"] else ""
         console.print(Text(f"{about['corpus']}{of}", style="bold"), Text(where))
         if "statistics" in about:

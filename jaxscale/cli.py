@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxscale.commands import (
+    annotate,
     checkpoint,
     coordcheck,
     data,
@@ -43,9 +44,8 @@ from jaxscale.version import __version__
 from pallas_kernels.errors import KernelError
 
 COMMANDS = (
-    new, data, train, launch, sweep, laws, explain, plan, coordcheck, sample, eval, serve, import_, merge, grow, export,
-    report, checkpoint, replay,
-    schedule, microbench, settings,
+    new, data, annotate, train, launch, sweep, laws, explain, plan, coordcheck, sample, eval, serve, import_, merge,
+    grow, export, report, checkpoint, replay, schedule, microbench, settings,
 )  # fmt: skip
 """Modules of the commands, in the order of `--help`."""
 

@@ -6,6 +6,7 @@
 Corpora have the same names here as in a gin file. Heavy packages are imported only when they are used.
 """
 
+from jaxscale.data.annotations import Annotated as annotated
 from jaxscale.data.batch import KEYS, Batch, Corpus, Ordered, Source
 from jaxscale.data.bin_tokens import BinTokens as bin_tokens
 from jaxscale.data.cache import cache_folder
@@ -46,8 +47,9 @@ __all__ = [
     "TextCorpus",
     "TokenFile",
     "Tokenizer",
-    "bin_tokens",
+    "annotated",
     "as_corpus",
+    "bin_tokens",
     "cache_folder",
     "chat_files",
     "heldout_batches",

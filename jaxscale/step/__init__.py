@@ -11,7 +11,23 @@ from jaxscale.step.histograms import Histograms
 from jaxscale.step.lora import LoRA
 from jaxscale.step.loss import AutoLoss, CutLoss, Loss, MaterialisedLoss
 from jaxscale.step.objective import Input, NextToken, Objective, token_loss
-from jaxscale.step.objectives import DAPO, DPO, GRPO, GSPO, IPO, KTO, ORPO, RLOO, MaskedToken, ReMax, SimPO
+from jaxscale.step.objectives import (
+    DAPO,
+    DPO,
+    GRPO,
+    GSPO,
+    IPO,
+    KTO,
+    ORPO,
+    RLOO,
+    Distill,
+    ForwardKL,
+    JensenShannon,
+    MaskedToken,
+    ReMax,
+    ReverseKL,
+    SimPO,
+)
 from jaxscale.step.pipeline import is_pipelined, pipelined, replicas_of
 from jaxscale.step.prepare import check, check_quickly, prepare, step_of
 from jaxscale.step.rates import model_flops
@@ -38,6 +54,10 @@ __all__ = [
     "DAPO",
     "DPO",
     "HLGauss",
+    "Distill",
+    "ForwardKL",
+    "JensenShannon",
+    "ReverseKL",
     "IPO",
     "DiLoCo",
     "Histogram",

@@ -136,7 +136,7 @@ def make_loss_and_grads(
         if blueprint.adaptation is None:
             return stages.gradients(params, batch, key, weights)
         # Stages work on merged kernels: compute gradients of those, and from them the gradients of the adapters.
-        whole, back = jax.vjp(lambda p: blueprint.adaptation.merged(p, frozen), params)  # type: ignore[union-attr]
+        whole, back = jax.vjp(lambda p: blueprint.adaptation.merged(p, blueprint.own(frozen)), params)  # type: ignore[union-attr]
         grads, terms = stages.gradients(whole, batch, key, weights)
         return back(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, whole))[0], terms
 

@@ -24,7 +24,7 @@ from jaxscale.step.backprop import numbered
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import terms_of
 from jaxscale.step.objective_checks import check_numbers, merge_totals
-from jaxscale.step.state import Blueprint, describe_model, make_params
+from jaxscale.step.state import Blueprint, Teacher, describe_model, make_params
 
 log = logging.getLogger("jaxscale")
 
@@ -42,6 +42,7 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Schedule | None]:
       ConfigError: settings do not fit together; the message names them.
     """
     graphdef, infos = describe_model(config.model)
+    objective = config.objective
     if not any(axis for i in jax.tree.leaves(infos) for axis in i.axes):
         infos = _inferred(config, graphdef, infos)
     schedule: Schedule | None = None
@@ -54,7 +55,7 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Schedule | None]:
                 f"{type(widening.parametrisation).__name__} has no rule for adapters; set the model's parametrisation "
                 "to None, since its parameters are already trained"
             )
-        adaptation = config.adapters.adapt(graphdef, infos, reference=config.objective.reference)
+        adaptation = config.adapters.adapt(graphdef, infos, reference=objective.reference and objective.teacher is None)
         infos, make = adaptation.adapters, functools.partial(adaptation.make, whole=make)
         if config.adapters.base_dtype not in (None, "float32") and config.layout and config.layout.stages > 1:
             raise ConfigError(
@@ -77,7 +78,8 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Schedule | None]:
     if len(jax.tree.leaves(without_biases(infos))) < len(jax.tree.leaves(infos)):
         tx = balanced(tx, config.balance_rate)
     more: Any = dict(start=config.start, adaptation=adaptation, inputs=config.objective.inputs(config))
-    more |= dict(algorithm=config.algorithm, reference=config.objective.reference)
+    more |= dict(algorithm=config.algorithm, reference=objective.reference)
+    more |= dict(teacher=None if objective.teacher is None else Teacher.of(objective.teacher))
     return Blueprint(graphdef, infos, tx, config.layout, make, config.guards, **more), schedule
 
 
@@ -124,7 +126,12 @@ def abstract_inputs(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
 def _value(config: TrainConfig, model: nnx.Module, batch: Mapping[str, jax.Array]) -> jax.Array:
     """Return the value of the objective on one batch, after checks of its results."""
     objective, batch = config.objective, numbered(batch)
-    terms = terms_of(objective, model, batch, reference=model)
+    reference = model
+    if objective.teacher is not None:
+        teacher = Teacher.of(objective.teacher)
+        zeros = jax.tree.map(lambda i: jnp.zeros(i.shape, i.dtype), teacher.infos)
+        reference = nnx.merge(teacher.graphdef, zeros)
+    terms = terms_of(objective, model, batch, reference=reference)
     totals = merge_totals(objective, terms, objective.weights(batch, 1))
     value = objective.value(totals)
     check_numbers(objective, value, objective.metrics(totals))
@@ -142,6 +149,9 @@ def settled(config: TrainConfig) -> TrainConfig:
     Raises:
       RunError: there is no run to start from, or it has no checkpoint.
     """
+    if config.objective.teacher is not None:
+        objective = dataclasses.replace(config.objective, teacher=config.objective.teacher.settled())  # type: ignore[type-var]
+        config = dataclasses.replace(config, objective=objective)
     if config.start is None:
         return config
     start, default = config.start.settled(), TrainConfig()

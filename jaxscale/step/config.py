@@ -212,7 +212,13 @@ class TrainConfig:
     @property
     def keeps_start(self) -> bool:
         """Whether all steps need the parameters of `train.start`, which are not in the run's own checkpoints."""
-        return self.adapters is not None or self.objective.reference
+        return self.adapters is not None or (self.objective.reference and self.objective.teacher is None)
+
+    @property
+    def frozen_starts(self) -> dict[str, Start]:
+        """Where the frozen parameters that all steps need are from, by name."""
+        starts = {"start": self.start if self.keeps_start else None, "teacher": self.objective.teacher}
+        return {name: start for name, start in starts.items() if start is not None}
 
     @property
     def micro_batch(self) -> int:

@@ -36,6 +36,7 @@ from jaxscale.step.user_metrics import as_terms, collecting
 
 if TYPE_CHECKING:
     from jaxscale.step.config import TrainConfig
+    from jaxscale.step.start import Start
 
 Batch = Mapping[str, Array]
 Totals = dict[str, Any]
@@ -74,6 +75,7 @@ class Objective:
       in_formulas: whether the planner's formulas, which are for `NextToken`, cover it; else the planner compiles it.
       reference: whether `terms` also takes the model with the parameters that the run started from (`train.start`), as
         preference optimisation does. These are frozen; with adapters they are the parameters under the adapters.
+      teacher: where the model that `terms` takes as `reference` is from, if it is another one, as in distillation.
       evaluated: the `metrics` that an evaluation reports, as `eval_NAME`.
     """
 
@@ -82,6 +84,7 @@ class Objective:
     staged: ClassVar[bool] = False
     in_formulas: ClassVar[bool] = False
     reference: bool = False
+    teacher: Start | None = None
     evaluated: ClassVar[tuple[str, ...]] = ("loss",)
 
     def inputs(self, config: TrainConfig) -> dict[str, Input]:

@@ -236,7 +236,7 @@ def check(config: TrainConfig) -> tuple[Blueprint, Schedule | None]:
     """
     for tracker in config.trackers:
         tracker.check()
-    if config.objective.reference and config.start is None:
+    if config.objective.reference and config.objective.teacher is None and config.start is None:
         raise ConfigError(
             f"{type(config.objective).__name__} compares with the parameters that a run starts from; set train.start, "
             "such as FromRun('runs/base') (jaxscale train --from RUN)"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxscale.layout import Layout, TensorInfo, abstract, shardings_of
+from jaxscale.layout import Layout, abstract, shardings_of
 from jaxscale.models import ModelConfig
 from jaxscale.optim import check_state, place_state
 from jaxscale.step.adaptation import Adaptation
@@ -63,6 +63,30 @@ class TrainState:
 
 
 @dataclasses.dataclass(frozen=True)
+class Teacher:
+    """A frozen model of another run, which an objective compares with.
+
+    Args:
+      graphdef: its structure.
+      infos: a `TensorInfo` per parameter.
+      start: where its parameters are from.
+    """
+
+    graphdef: nnx.GraphDef[Any]
+    infos: Tree
+    start: Start
+
+    @classmethod
+    def of(cls, start: Start) -> Teacher:
+        """Return the model of a run.
+
+        Args:
+          start: the run.
+        """
+        return cls(*describe_model(start.run.config.model), start)
+
+
+@dataclasses.dataclass(frozen=True)
 class Blueprint:
     """A model, an optimizer and a layout, before any array exists.
 
@@ -77,7 +101,8 @@ class Blueprint:
       adaptation: the split into trained and frozen parameters, or `None` if all are trained.
       inputs: the arrays of a batch (see `Objective.inputs`); `None` means that all dimensions after the rows are `seq`.
       algorithm: the training algorithm.
-      reference: whether the objective needs the initial parameters (see `Objective.reference`).
+      reference: whether the objective needs a frozen model (see `Objective.reference`).
+      teacher: that model, if it is not the initial one.
     """
 
     graphdef: nnx.GraphDef[Any]
@@ -91,6 +116,7 @@ class Blueprint:
     inputs: Mapping[str, Input] | None = None
     algorithm: Algorithm = Algorithm()
     reference: bool = False
+    teacher: Teacher | None = None
 
     def axes_of(self, name: str, dimensions: int) -> tuple[str | None, ...]:
         """Return the logical axes of an array of a batch, without the rows.
@@ -106,13 +132,23 @@ class Blueprint:
     @property
     def frozen(self) -> Tree:
         """A `TensorInfo` per array of `TrainState.frozen`: parameters beside adapters, or for reference."""
+        if self.teacher is not None:
+            return {"own": self._frozen, "teacher": _under("teacher", self.teacher.infos)}
+        return self._frozen
+
+    @property
+    def _frozen(self) -> Tree:
         if self.adaptation is not None:
             return self.adaptation.base
+        return _under("reference", self.infos) if self.reference and self.teacher is None else {}
 
-        def named(i: TensorInfo) -> TensorInfo:
-            return dataclasses.replace(i, path=f"reference/{i.path}")
+    def own(self, frozen: Tree) -> Tree:
+        """Return the frozen parameters without the teacher's.
 
-        return jax.tree.map(named, self.infos) if self.reference else {}
+        Args:
+          frozen: `TrainState.frozen`.
+        """
+        return frozen if self.teacher is None else frozen["own"]
 
     def reference_of(self, frozen: Tree = None) -> nnx.Module | None:
         """Return the reference model for the objective, or `None` if it needs none.
@@ -120,6 +156,8 @@ class Blueprint:
         Args:
           frozen: `TrainState.frozen`.
         """
+        if self.teacher is not None:
+            return nnx.merge(self.teacher.graphdef, frozen["teacher"])
         return nnx.merge(self.graphdef, frozen) if self.reference else None
 
     def of_model(self) -> Blueprint:
@@ -143,7 +181,7 @@ class Blueprint:
           params: the trained parameters, one copy.
           frozen: `TrainState.frozen`.
         """
-        return params if self.adaptation is None else self.adaptation.over(params, frozen)
+        return params if self.adaptation is None else self.adaptation.over(params, self.own(frozen))
 
     def read_frozen(self) -> Tree:
         """Read the frozen parameters from the run that they are from; each device reads its shards.
@@ -152,7 +190,12 @@ class Blueprint:
           CheckpointError: the checkpoint cannot be read, or is of another model.
           RunError: the run cannot be read.
         """
-        if self.adaptation is None and not self.reference:
+        if self.teacher is not None:
+            return {"own": self._read_frozen(), "teacher": self.teacher.start.params(self.teacher.infos, self.layout)}
+        return self._read_frozen()
+
+    def _read_frozen(self) -> Tree:
+        if self.adaptation is None and (not self.reference or self.teacher is not None):
             return {}
         assert self.start is not None  # see `TrainConfig`
         if self.adaptation is None:
@@ -203,7 +246,7 @@ class Blueprint:
         if read is None or params is None:
             state = jax.jit(self.make, static_argnums=0, out_shardings=saved_shardings)(seed)
             return state.replace(frozen=self.read_frozen())
-        copied = self.reference and self.adaptation is None
+        copied = self.reference and self.adaptation is None and self.teacher is None
         frozen = jax.tree.map(jnp.copy, params) if copied else self.read_frozen()
         state = jax.jit(self._first, static_argnums=1, donate_argnums=0, out_shardings=saved_shardings)(params, seed)
         return state.replace(frozen=frozen)
@@ -232,6 +275,10 @@ class Blueprint:
     def _first(self, params: Tree, seed: int | jax.Array) -> TrainState:
         key, memory = jax.random.key(seed), memory_of(self.guards)
         return TrainState(jnp.zeros([], jnp.int32), rng=key, guards=memory, **self.algorithm.init(self, params))
+
+
+def _under(name: str, infos: Tree) -> Tree:
+    return jax.tree.map(lambda i: dataclasses.replace(i, path=f"{name}/{i.path}"), infos)
 
 
 def make_params(model: ModelConfig, seed: int) -> Tree:

@@ -31,7 +31,8 @@ def check_objective(config: TrainConfig, batch: Batch, *, tolerance: float = 1e-
     """
     objective = config.objective
     blueprint, _ = blueprint_of(config)
-    params, base = (jax.tree.map(jnp.asarray, random_params(blueprint.infos, seed=s)) for s in range(2))
+    trees = (blueprint.infos, blueprint.frozen)
+    params, frozen = (jax.tree.map(jnp.asarray, random_params(tree, seed=s)) for s, tree in enumerate(trees))
     inputs = objective.inputs(config)
     assert set(inputs) <= set(batch), f"the batch has no {sorted(set(inputs) - set(batch))}"
     rows = len(next(iter(batch.values())))
@@ -39,8 +40,8 @@ def check_objective(config: TrainConfig, batch: Batch, *, tolerance: float = 1e-
     assert rows == 2 * half and half % objective.group == 0, f"{rows} rows do not split into two halves of whole groups"
 
     def terms(part: Mapping[str, jax.Array]) -> Any:
-        model, reference = (nnx.merge(blueprint.graphdef, p) for p in (params, base))
-        return terms_of(objective, model, part, reference=reference)
+        model = nnx.merge(blueprint.graphdef, params)
+        return terms_of(objective, model, part, reference=blueprint.reference_of(frozen))
 
     numbered_batch = numbered({name: jnp.asarray(batch[name]) for name in inputs})
     halves = [{k: x[at] for k, x in numbered_batch.items()} for at in (slice(0, half), slice(half, rows))]

@@ -163,10 +163,9 @@ class Record:
 
     def _started_from(self, before: dict[str, Any]) -> dict[str, Any]:
         """Entry with the run and checkpoint of the first parameters; looked up once, since that run may be deleted."""
-        start = self.run.config.start
-        if start is None:
-            return {}
-        return {"start": before["start"] if "start" in before else start.about()}
+        config = self.run.config
+        starts = {"start": config.start, "teacher": config.objective.teacher}
+        return {name: before.get(name) or start.about() for name, start in starts.items() if start is not None}
 
 
 def _described(error: BaseException) -> str:

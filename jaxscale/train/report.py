@@ -67,6 +67,8 @@ class Reporter:
         self.table(f"parameters, laid out {layout}", describe(blueprint.infos, config.layout))
         if config.start is not None:
             self.say(f"starts from step {config.start.step} of {config.start.path}")
+        if (teacher := config.objective.teacher) is not None:
+            self.say(f"the teacher is step {teacher.step} of {teacher.path}")
         if blueprint.adaptation is not None:
             self.say(blueprint.adaptation.describe())
         of = f" of {config.seq_len} tokens" if "tokens" in prepared.batch else ""

@@ -219,7 +219,7 @@ class RunFolder:
         live = self.state is not None and layout == self.config.layout
         frozen = self.state.frozen if live else blueprint.read_frozen()  # type: ignore[union-attr]
         placed = shardings_of(adaptation.infos, layout)
-        return jax.jit(adaptation.merged, out_shardings=placed)(self.trained(step, layout), frozen)
+        return jax.jit(adaptation.merged, out_shardings=placed)(self.trained(step, layout), blueprint.own(frozen))
 
     def model(self, step: int | None = None) -> nnx.Module:
         """Return the model as an `nnx.Module` with parameters of this run; raises as `params`.

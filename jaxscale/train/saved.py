@@ -119,17 +119,18 @@ class Saved:
 
     def _check_start(self, manifest: dict[str, Any]) -> None:
         """Check that frozen parameters, which are in no checkpoint, are those that the run began with."""
-        if self.config.keeps_start and manifest.get("start") != self._start.get("start"):
-            raise CheckpointError(
-                f"{self.run.place} was trained with other frozen parameters than those of "
-                f"{self.config.start}; restore that checkpoint, or name it with --gin.FromRun.path and .step"
-            )
+        for name, fingerprint in self._start.items():
+            if manifest.get(name) != fingerprint:
+                raise CheckpointError(
+                    f"{self.run.place} was trained with other frozen parameters than those of "
+                    f"{self.config.frozen_starts[name]}; restore that checkpoint, or name it with --gin.FromRun.path "
+                    "and .step"
+                )
 
     @functools.cached_property
     def _start(self) -> dict[str, Any]:
-        """Entry of a manifest for the start of the run; empty unless frozen parameters are read from there again."""
-        start = self.config.start
-        return {} if start is None or not self.config.keeps_start else {"start": start.fingerprint()}
+        """Entries of a manifest for the runs of which frozen parameters are read again."""
+        return {name: start.fingerprint() for name, start in self.config.frozen_starts.items()}
 
     def _rows(self) -> dict[str, Any]:
         """The settings that define a row of data."""

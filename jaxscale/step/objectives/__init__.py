@@ -1,6 +1,8 @@
 """Objectives beside `NextToken`, a file each (`train.objective`)."""
 
 from jaxscale.step.objectives.dapo import DAPO
+from jaxscale.step.objectives.distill import Distill
+from jaxscale.step.objectives.divergences import ForwardKL, JensenShannon, ReverseKL
 from jaxscale.step.objectives.dpo import DPO
 from jaxscale.step.objectives.grpo import GRPO
 from jaxscale.step.objectives.gspo import GSPO
@@ -11,4 +13,20 @@ from jaxscale.step.objectives.orpo import ORPO
 from jaxscale.step.objectives.rloo import RLOO, ReMax
 from jaxscale.step.objectives.simpo import SimPO
 
-__all__ = ["DAPO", "DPO", "GRPO", "GSPO", "IPO", "KTO", "MaskedToken", "ORPO", "RLOO", "ReMax", "SimPO"]
+__all__ = [
+    "DAPO",
+    "DPO",
+    "Distill",
+    "ForwardKL",
+    "GRPO",
+    "GSPO",
+    "IPO",
+    "JensenShannon",
+    "KTO",
+    "MaskedToken",
+    "ORPO",
+    "RLOO",
+    "ReMax",
+    "ReverseKL",
+    "SimPO",
+]

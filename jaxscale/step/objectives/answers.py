@@ -13,16 +13,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxscale.config import meant
-from jaxscale.errors import ConfigError
-from jaxscale.models.base import LanguageModel, vocab_of
+from jaxscale.models.base import LanguageModel
 from jaxscale.nn import Stats, auxiliary_loss
 from jaxscale.nn import metrics as layer_metrics
 from jaxscale.parallel import as_weight
-from jaxscale.signatures import check_method
 from jaxscale.step.config import TrainConfig
-from jaxscale.step.loss import AutoLoss, Loss
-from jaxscale.step.objective import Batch, Input, NextToken, Objective, Totals, check_language_model, hidden_of
+from jaxscale.step.objective import Batch, Input, Objective, Totals, hidden_of
+from jaxscale.step.objectives.token_objective import TokenObjective
 
 CACHED = "reference_logprobs"
 """The array of a batch with the reference's log-probability of each target, float32 (B, S)."""
@@ -52,28 +49,8 @@ class Answers(NamedTuple):
         return self.logprob / self.tokens
 
 
-@dataclasses.dataclass(frozen=True)
-class AnswerObjective(Objective):
-    """Base of objectives of whole answers.
-
-    Args:
-      loss: the loss of each token, as of `NextToken`.
-    """
-
-    loss: Loss = dataclasses.field(default=AutoLoss(), kw_only=True)
-
-    def __post_init__(self) -> None:
-        name = type(self).__name__
-        if isinstance(self.loss, type) or not hasattr(self.loss, "describe"):
-            raise ConfigError(
-                f"{name}.loss must be a loss such as AutoLoss() or CutLoss(), not {self.loss!r}"
-                f"{meant(self.loss, ('describe',))}"
-            )
-        check_method(f"{name}.loss", self.loss, "__call__", ("hidden", "weight", "targets"), ("softcap",))
-
-    def inputs(self, config: TrainConfig) -> dict[str, Input]:
-        """Return the arrays of `NextToken`."""
-        return NextToken().inputs(config)
+class AnswerObjective(TokenObjective):
+    """Base of objectives of whole answers."""
 
     def answers(
         self, model: LanguageModel, batch: Batch, key: Array | None, reference: nnx.Module | None
@@ -102,14 +79,6 @@ class AnswerObjective(Objective):
             weight = as_weight(model.head_weight()).dense()
             nats = self.loss(hidden, weight, batch["targets"], softcap=model.logit_softcap)[0]
             return -jnp.sum(nats * batch["weights"], axis=1), stats
-
-    def check(self, config: TrainConfig) -> None:
-        """Check that the model is a causal language model."""
-        check_language_model(config)
-
-    def describe(self, config: TrainConfig) -> str:
-        """Return the objective's name and the loss of each token."""
-        return f"{type(self).__name__} of whole answers, {self.loss.describe(vocab_of(config.model))}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,22 +181,3 @@ def with_cached(inputs: dict[str, Input], config: TrainConfig, cached: bool) -> 
       cached: whether they are an array of the batch.
     """
     return {**inputs, CACHED: Input((config.seq_len,), "float32", ("seq",))} if cached else inputs
-
-
-def check_number(objective: Objective, name: str, *, above: float | None = None, least: float | None = None) -> None:
-    """Check a field that is a finite number.
-
-    Args:
-      objective: a dataclass.
-      name: the field.
-      above: the number must be larger than this.
-      least: the number must be at least this.
-
-    Raises:
-      ConfigError: it is not.
-    """
-    value = getattr(objective, name)
-    right = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
-    if not right or (above is not None and value <= above) or (least is not None and value < least):
-        bound = f"above {above:g}" if above is not None else f"at least {least:g}"
-        raise ConfigError(f"{type(objective).__name__}.{name} = {value!r}: must be {bound} and finite")

@@ -11,7 +11,8 @@ from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import Input
-from jaxscale.step.objectives.answers import Answers, Preference, check_number, uses_reference, with_cached
+from jaxscale.step.objectives.answers import Answers, Preference, uses_reference, with_cached
+from jaxscale.step.objectives.token_objective import check_number
 
 
 @register

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 from jaxscale.config import register
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import Input
-from jaxscale.step.objectives.answers import Answers, Preference, check_number, uses_reference, with_cached
+from jaxscale.step.objectives.answers import Answers, Preference, uses_reference, with_cached
+from jaxscale.step.objectives.token_objective import check_number
 
 
 @register

@@ -15,7 +15,8 @@ from jaxscale.nn import auxiliary_loss
 from jaxscale.nn import metrics as layer_metrics
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import Batch, Input, Totals
-from jaxscale.step.objectives.answers import AnswerObjective, check_number, uses_reference, with_cached
+from jaxscale.step.objectives.answers import AnswerObjective, uses_reference, with_cached
+from jaxscale.step.objectives.token_objective import check_number
 
 
 @register

@@ -8,7 +8,8 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxscale.config import register
-from jaxscale.step.objectives.answers import Answers, Preference, check_number
+from jaxscale.step.objectives.answers import Answers, Preference
+from jaxscale.step.objectives.token_objective import check_number
 
 
 @register

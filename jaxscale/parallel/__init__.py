@@ -19,7 +19,7 @@ from jaxscale.parallel.vocabulary import (
     vocabulary_sum,
 )
 from jaxscale.parallel.weight import Dense, Weight, as_weight
-from jaxscale.parallel.wires import Float32Wire, IntegerWire, SignWire, Wire
+from jaxscale.parallel.wires import Float32Wire, IntegerWire, SignWire, Wire, chunk_bytes, chunks_of, from_chunks
 
 __all__ = [
     "Capacity",
@@ -36,9 +36,12 @@ __all__ = [
     "anywhere",
     "as_weight",
     "average_copies",
+    "chunk_bytes",
+    "chunks_of",
     "expert_mlp",
     "cut_already",
     "each_copy",
+    "from_chunks",
     "gather_matmul",
     "linear_scan",
     "logprobs_at",

@@ -251,6 +251,59 @@ class SignWire(_Blocks):
         return jnp.where(positive > 0, scales[..., None], -scales[..., None])
 
 
+def chunks_of(trees: Tree, infos: Tree, layout: Layout | None) -> Tree:
+    """Return the same chunk of all copies on each device, by an all-to-all: arrays (copies, [chunks], ...).
+
+    Args:
+      trees: arrays (copies, ...), whose first dimension is sharded as "replicas".
+      infos: a `TensorInfo` per array of one copy.
+      layout: the layout; `None` is one device.
+    """
+
+    def of(x: jax.Array, info: TensorInfo) -> jax.Array:
+        parts = _Parts(info, x.shape[0], 1)
+        x = _constrain(parts.split(x), layout, parts.spec(layout, before=True))
+        return _constrain(x, layout, parts.spec(layout, before=False))
+
+    return jax.tree.map(of, trees, infos)
+
+
+def from_chunks(trees: Tree, infos: Tree, copies: int, layout: Layout | None) -> Tree:
+    """Return whole arrays on each device, by an all-gather of what was computed from chunks.
+
+    Args:
+      trees: arrays ([chunks], ...), of the shapes of `chunks_of` without the copies.
+      infos: a `TensorInfo` per array of one copy.
+      copies: the number of copies.
+      layout: the layout; `None` is one device.
+    """
+
+    def of(x: jax.Array, info: TensorInfo) -> jax.Array:
+        parts = _Parts(info, copies, 1)
+        x = _constrain(x, layout, parts.spec_of_mean(layout, chunked=True))
+        x = parts.join(_constrain(x, layout, parts.spec_of_mean(layout, chunked=False)), lead=0)
+        return _constrain(x, layout, _spec(info, layout))
+
+    return jax.tree.map(of, trees, infos)
+
+
+def chunk_bytes(infos: Tree, copies: int, layout: Layout | None) -> int:
+    """Return the bytes that each device sends in `chunks_of` and `from_chunks` of float32 arrays.
+
+    Args:
+      infos: a `TensorInfo` per array of one copy.
+      copies: the number of copies.
+      layout: the layout; `None` is one device.
+    """
+    devices, total = _devices(layout), 0.0
+    for info in jax.tree.leaves(infos):
+        parts = _Parts(info, copies, 1)
+        size = 4 * math.prod(parts.blocked) // _shards(parts.spec(layout, before=True)[1:], layout)
+        share = (devices - 1) / devices
+        total += share * size * (copies if parts.dim is None else copies // devices + 1)
+    return round(total)
+
+
 class _Parts:
     """An array of one copy as blocks along its last dimension, and as chunks along one dimension of blocks.
 

@@ -2,7 +2,18 @@
 
 from jaxscale.step.adaptation import Adaptation, Adapters
 from jaxscale.step.algorithm import Algorithm
-from jaxscale.step.algorithms import QZO, ZO2, DiLoCo, LocalReplicas, LocalSteps, MeZO, Replicas
+from jaxscale.step.algorithms import (
+    CO2,
+    QZO,
+    ZO2,
+    DiLoCo,
+    LocalReplicas,
+    LocalSteps,
+    MeZO,
+    OneBitAdam,
+    Replicas,
+    RobustGradients,
+)
 from jaxscale.step.backprop import Backprop, make_loss_and_grads, make_step
 from jaxscale.step.blueprint import blueprint_of, settled
 from jaxscale.step.callbacks import Callback
@@ -45,6 +56,7 @@ from jaxscale.step.weight_ema import WeightEMA
 __all__ = [
     "QZO",
     "ZO2",
+    "CO2",
     "Algorithm",
     "AutoLoss",
     "Backprop",
@@ -82,8 +94,10 @@ __all__ = [
     "MeZO",
     "NextToken",
     "Objective",
+    "OneBitAdam",
     "Replicas",
     "Scales",
+    "RobustGradients",
     "Snapshots",
     "SquaredError",
     "TrackedRun",

@@ -8,9 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 
 import jaxscale as js
 from jaxscale.errors import ConfigError
@@ -18,15 +16,13 @@ from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
 from jaxscale.optim import SGD, ScheduleFreeSGD
 from jaxscale.parallel import Float32Wire, IntegerWire, SignWire
-from jaxscale.plan.collectives import collectives
-from jaxscale.step import DiLoCo, LocalSteps, TrainConfig, blueprint_of, check, prepare
+from jaxscale.step import DiLoCo, LocalSteps, blueprint_of, check, prepare
 from jaxscale.step.algorithms.fragments import fragments_of
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
-from tests.truth.layouts import in_force
-from tests.truth.runs import assert_same_bits, bigram
+from tests.truth.replicas import MESHES, STEPS, config, crossing, host, local_updates, rounded, trained
+from tests.truth.runs import assert_same_bits
 
-STEPS = 6
 PLAIN = DiLoCo(replicas=2, every=2)
 STREAMING = DiLoCo(replicas=2, every=3, fragments=2, delay=1, mix=0.5)
 CASES = {
@@ -36,54 +32,6 @@ CASES = {
     "4 bits, streaming, no feedback": dataclasses.replace(STREAMING, wire=IntegerWire(bits=4, feedback=False)),
     "signs": dataclasses.replace(PLAIN, wire=SignWire()),
 }
-MESHES = {
-    "one device": None,
-    "replica, data, tensor": Layout("replica=2,data=2,tensor=2", "zero1"),
-    "replica, fsdp": Layout("replica=2,fsdp=2"),
-    "two replicas on a device": Layout("fsdp=2"),
-}
-
-
-def config(**changes):
-    return TrainConfig(**bigram(**{"algorithm": PLAIN, "steps": STEPS, "seq_len": 8} | changes))
-
-
-def host(tree):
-    return jax.tree.map(np.array, tree)
-
-
-def rounded(x, wire):
-    """Round along the last dimension, in NumPy; one block has the 8 numbers of a row."""
-    if isinstance(wire, Float32Wire):
-        return x
-    if isinstance(wire, SignWire):
-        return np.where(x >= 0, 1, -1) * np.abs(x).mean(-1, keepdims=True)
-    top = {8: 127, 4: 7}[wire.bits]
-    scale = np.abs(x).max(-1, keepdims=True) / top
-    return np.rint(x / np.where(scale > 0, scale, 1)) * scale
-
-
-@functools.cache
-def local_updates():
-    """The first state of one replica, and a function from replica, step, parameters and optimizer state to new ones."""
-    prepared = prepare(one := config(algorithm=js.step.Backprop(), layout=None))
-    tx, graphdef = prepared.blueprint.tx, prepared.blueprint.graphdef
-
-    def loss(params, batch):
-        logits = nnx.merge(graphdef, params)(batch["tokens"])
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]))
-
-    @jax.jit
-    def update(params, opt_state, batch):
-        updates, opt_state = tx.update(jax.grad(loss)(params, batch), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    def run(r, i, params, opt_state):
-        batch = prepared.loader.batch_at(i)
-        return update(params, opt_state, {k: jnp.asarray(batch[k][4 * r : 4 * r + 4]) for k in ("tokens", "targets")})
-
-    params = blueprint_of(one)[0].init(0).params
-    return (params, tx.init(params)), run
 
 
 @functools.cache
@@ -148,12 +96,7 @@ def in_numpy(name):
     ],
 )
 def test_replicas_and_shared_parameters_are_those_of_a_numpy_loop(case, mesh):
-    layout = MESHES[mesh]
-    prepared = prepare(one := config(algorithm=CASES[case], layout=layout))
-    with in_force(layout):
-        state, step = prepared.blueprint.init(0), prepared.step_of(one)
-        for i in range(STEPS):
-            state, _ = step(state, prepared.place(prepared.loader, i))
+    state = trained(algorithm=CASES[case], layout=MESHES[mesh])
     copies, outer = in_numpy(case)
     for results, want in ((state.params, copies), (state.extra["outer"], outer)):
         got = {k: np.asarray(v["weight"]) for k, v in results.items()}
@@ -173,15 +116,8 @@ def test_replicas_and_shared_parameters_are_those_of_a_numpy_loop(case, mesh):
     ids=str,
 )
 def test_the_bytes_stated_are_those_of_the_compiled_program(wire):
-    layout = MESHES["replica, fsdp"]
-    prepared = prepare(one := config(algorithm=dataclasses.replace(PLAIN, every=4, wire=wire), layout=layout))
-    with layout:
-        args = prepared.blueprint.init(0), prepared.place(prepared.loader, 0)
-        text = prepared.step_of(one).lower(*args).compile().as_text()
-    sent = [c for c in collectives(text, layout.sizes) if "replica" in c.axes]
-    exchanged = [c for c in sent if "average_copies" in c.name]
-    assert all(c.payload <= 32 for c in sent if c not in exchanged), "metrics alone"
-    assert sum(c.sent for c in exchanged) / 4 == one.algorithm.wire_bytes(prepared.blueprint)
+    exchanged, stated = crossing(MESHES["replica, fsdp"], algorithm=dataclasses.replace(PLAIN, every=4, wire=wire))
+    assert sum(c.sent for c in exchanged) / 4 == stated
     floats = 2 * 32 * 8 // 2  # both tables, cut by fsdp
     scales = 2 * 32 * 4  # a row is one block, which is gathered within a replica
     codes = {Float32Wire(): None, IntegerWire(): 8, IntegerWire(bits=4): 4, SignWire(): 1}[wire]
@@ -199,14 +135,10 @@ def test_explain_says_the_bytes_of_a_step_beside_those_of_gradients():
 
 def test_a_run_that_stops_and_goes_on_has_the_same_bits(tmp_path):
     algorithm = dataclasses.replace(STREAMING, wire=IntegerWire())
-    prepared = prepare(one := config(algorithm=algorithm, layout=Layout("replica=2,fsdp=2")))
+    one = config(algorithm=algorithm, layout=Layout("replica=2,fsdp=2"))
     js.fit(one, run=tmp_path / "parts", until=4, quiet=True)
     parts = js.fit(run=tmp_path / "parts", resume=True, quiet=True)
-    with one.layout:
-        state, step = prepared.blueprint.init(one.seed), prepared.step_of(one)
-        for i in range(STEPS):
-            state, _ = step(state, prepared.place(prepared.loader, i))
-    assert_same_bits(parts.state, state)
+    assert_same_bits(parts.state, trained(algorithm=algorithm, layout=one.layout))
 
 
 @pytest.mark.long

@@ -12,13 +12,12 @@ import optax
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
-from jaxscale.layout import TensorInfo
 from jaxscale.optim import SGD, apply_gradients, averages, state_infos
 from jaxscale.optim.base import Optimizer, Schedule
 from jaxscale.parallel import Float32Wire, Wire
 from jaxscale.step.algorithm import NEXT_TOKEN, Metrics, Step, Tree
 from jaxscale.step.algorithms.fragments import Fragment, fragments_of
-from jaxscale.step.algorithms.replicas import LocalReplicas, check_counts
+from jaxscale.step.algorithms.replicas import LocalReplicas, check_counts, wide_infos, with_prefix
 from jaxscale.step.guards import Guard
 from jaxscale.step.objective import Batch, Objective
 from jaxscale.step.state import Blueprint, TrainState
@@ -89,17 +88,19 @@ class DiLoCo(LocalReplicas):
 
     def infos(self, blueprint: Blueprint) -> dict[str, Tree]:
         """Return the stacked infos, and in "extra" the shared parameters, outer states and the wire's errors."""
-        infos, wide = super().infos(blueprint), _wide(blueprint)
+        infos, wide = super().infos(blueprint), wide_infos(blueprint)
         parts = {str(p): f.infos(wide) for p, f in enumerate(self._parts(blueprint))}
-        extra: dict[str, Tree] = {"outer": _named(wide, "outer")}
-        extra["outer_state"] = {p: _named(state_infos(self._tx(i), i), f"outer_state/{p}") for p, i in parts.items()}
+        extra: dict[str, Tree] = {"outer": with_prefix(wide, "outer")}
+        extra["outer_state"] = {
+            p: with_prefix(state_infos(self._tx(i), i), f"outer_state/{p}") for p, i in parts.items()
+        }
         wires = {p: self.wire.infos(i, self.replicas, blueprint.layout) for p, i in parts.items()}
-        extra["wire"] = {p: _named(w, f"wire/{p}") for p, w in wires.items()}
+        extra["wire"] = {p: with_prefix(w, f"wire/{p}") for p, w in wires.items()}
         return {**infos, "extra": extra}
 
     def init(self, blueprint: Blueprint, params: Tree) -> dict[str, Tree]:
         """Return equal initial parameters and states for all replicas, and as shared parameters."""
-        infos, wide = self.infos(blueprint)["extra"], _wide(blueprint)
+        infos, wide = self.infos(blueprint)["extra"], wide_infos(blueprint)
         outer = jax.tree.map(lambda x: x.astype(WIDE), params)
         parts = {str(p): f for p, f in enumerate(self._parts(blueprint))}
         states = {p: self._tx(f.infos(wide)).init(f.take(outer, wide)) for p, f in parts.items()}
@@ -131,14 +132,14 @@ class DiLoCo(LocalReplicas):
 
     def wire_bytes(self, blueprint: Blueprint) -> float:
         """Return the bytes of the exchanges of all fragments, divided by `every`."""
-        wide = _wide(blueprint)
+        wide = wide_infos(blueprint)
         parts = [f.infos(wide) for f in self._parts(blueprint)]
         return sum(self.wire.sent(i, self.replicas, blueprint.layout) for i in parts) / self.every
 
     def check(self, config: TrainConfig, blueprint: Blueprint) -> None:
         """Check what `Replicas` does, the outer optimizer, and that no fragment is empty."""
         super().check(config, blueprint)
-        infos = _wide(blueprint)
+        infos = wide_infos(blueprint)
         if averages(state_infos(self._tx(infos), infos)):
             kind = type(self.outer).__name__
             raise ConfigError(f"DiLoCo.outer = {kind}() is schedule-free; use SGD(momentum=0.9, nesterov=True)")
@@ -151,7 +152,7 @@ class DiLoCo(LocalReplicas):
 
     def _exchanged(self, blueprint: Blueprint, state: TrainState) -> dict[str, Tree]:
         """Return the shared parameters and outer state after the exchanges that are due at this step."""
-        wide, extra = _wide(blueprint), state.extra
+        wide, extra = wide_infos(blueprint), state.extra
         for p, fragment in enumerate(self._parts(blueprint)):
             infos, key = fragment.infos(wide), str(p)
 
@@ -175,7 +176,7 @@ class DiLoCo(LocalReplicas):
 
     def _merged(self, blueprint: Blueprint, state: TrainState) -> Tree:
         """Return the replicas' parameters after the results that have arrived at this step."""
-        wide, params = _wide(blueprint), state.params
+        wide, params = wide_infos(blueprint), state.params
         for p, fragment in enumerate(self._parts(blueprint)):
 
             def merge(params: Tree, fragment: Fragment = fragment) -> Tree:
@@ -198,14 +199,3 @@ class DiLoCo(LocalReplicas):
 
     def _tx(self, infos: Tree) -> optax.GradientTransformation:
         return self.outer.make(lambda _: jnp.asarray(self.outer_lr, WIDE), infos)
-
-
-def _wide(blueprint: Blueprint) -> Tree:
-    return jax.tree.map(lambda i: dataclasses.replace(i, dtype=WIDE), blueprint.infos)
-
-
-def _named(infos: Tree, prefix: str) -> Tree:
-    def named(i: TensorInfo) -> TensorInfo:
-        return dataclasses.replace(i, path=f"{prefix}/{i.path}" if i.path else "")
-
-    return jax.tree.map(named, infos)

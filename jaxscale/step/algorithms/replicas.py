@@ -43,6 +43,29 @@ def check_counts(algorithm: Algorithm, **least: int) -> None:
             raise ConfigError(f"{kind}.{name} = {value!r}: must be a whole number of at least {bound}")
 
 
+def wide_infos(blueprint: Blueprint) -> Tree:
+    """Return the infos of one copy of the trained parameters in float32.
+
+    Args:
+      blueprint: the run's blueprint.
+    """
+    return jax.tree.map(lambda i: dataclasses.replace(i, dtype=jnp.dtype("float32")), blueprint.infos)
+
+
+def with_prefix(infos: Tree, prefix: str) -> Tree:
+    """Return infos whose names begin with a prefix.
+
+    Args:
+      infos: a `TensorInfo` per array.
+      prefix: the prefix, without a slash.
+    """
+
+    def named(i: TensorInfo) -> TensorInfo:
+        return dataclasses.replace(i, path=f"{prefix}/{i.path}" if i.path else "")
+
+    return jax.tree.map(named, infos)
+
+
 @dataclasses.dataclass(frozen=True)
 class Replicas(Algorithm):
     """Base of algorithms whose replicas each compute the gradients of their own rows.

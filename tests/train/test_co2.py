@@ -59,6 +59,7 @@ def test_replicas_and_shared_parameters_are_those_of_a_numpy_loop(mesh):
         assert_leaves_agree(got, want, gradient_norm=0.0)
 
 
+@pytest.mark.long
 def test_the_bytes_stated_are_those_of_the_program():
     exchanged, stated = crossing(MESHES["replica, fsdp"], algorithm=dataclasses.replace(ROUNDS, wire=IntegerWire()))
     assert sum(c.sent for c in exchanged) / 2 == stated > 0

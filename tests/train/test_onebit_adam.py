@@ -17,7 +17,7 @@ from tests.truth.errors import raises_saying
 from tests.truth.replicas import MESHES, STEPS, config, crossing, local_gradients, rounded, trained
 from tests.truth.runs import assert_same_bits
 
-ADAM = OneBitAdam(replicas=2, warmup=3)
+ADAM = OneBitAdam(replicas=2, exact_steps=3)
 
 
 @functools.cache
@@ -30,7 +30,7 @@ def in_numpy():
         grads = [gradient(r, i, params) for r in range(2)]
         new = {}
         for k in params:
-            if i < ADAM.warmup:
+            if i < ADAM.exact_steps:
                 g = np.mean([g[k] for g in grads], 0)
                 m[k], v[k] = 0.9 * m[k] + 0.1 * g, 0.95 * v[k] + 0.05 * g**2
             else:
@@ -43,7 +43,7 @@ def in_numpy():
                 mean = rounded(total, SignWire())
                 server[k] = total - mean
                 m[k] = np.where(v[k] > 0, mean, 0)
-            root = np.sqrt(v[k] / (1 - 0.95 ** min(i + 1, ADAM.warmup))) + 1e-8
+            root = np.sqrt(v[k] / (1 - 0.95 ** min(i + 1, ADAM.exact_steps))) + 1e-8
             new[k] = params[k] - 1e-2 * (m[k] / (1 - 0.9 ** (i + 1)) / root + 0.1 * params[k])
         params = new
     return params
@@ -78,8 +78,8 @@ def test_a_run_that_stops_and_goes_on_has_the_same_bits(tmp_path):
 
 
 def test_what_does_not_fit_is_refused_and_an_unused_optimizer_is_a_warning(caplog):
-    with raises_saying(ConfigError, "OneBitAdam.warmup = 0", "at least 1"):
-        OneBitAdam(warmup=0)
+    with raises_saying(ConfigError, "OneBitAdam.exact_steps = 0", "at least 1"):
+        OneBitAdam(exact_steps=0)
     with raises_saying(ConfigError, "OneBitAdam.b1 = 1.0"):
         OneBitAdam(b1=1.0)
     with raises_saying(ConfigError, "OneBitAdam.wire = None", "SignWire()"):

@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 class OneBitAdam(Replicas):
     """1-bit Adam (Tang et al. 2021, arXiv:2102.02888): momentum is exchanged in a bit per number, with error feedback.
 
-    For `warmup` steps this is `AdamW` on the mean of the replicas' gradients. From then on the second moment is frozen
-    and each replica moves the common first moment by its own gradient; the mean of these, as `wire` sends it, is the
-    next common moment. An update divides it by the root of the frozen second moment, with the bias correction of the
-    last warm-up step. A number whose gradient was 0 in the whole warm-up is not updated afterwards. `grad_norm` is the
-    norm of all replicas' gradients together. `train.optimizer` and `train.clip_norm` are not used.
+    For `exact_steps` steps, the warm-up, this is `AdamW` on the mean of the replicas' gradients. From then on the second
+    moment is frozen and each replica moves the common first moment by its own gradient; the mean of these, as `wire`
+    sends it, is the next common moment. An update divides it by the root of the frozen second moment, with the bias
+    correction of the last warm-up step. A number whose gradient was 0 in the whole warm-up is not updated afterwards.
+    `grad_norm` is the norm of all replicas' gradients together. `train.optimizer` and `train.clip_norm` are not used.
 
     Args:
       replicas: number of replicas, which divide the batch.
-      warmup: updates with exact gradients; the paper uses the time until the second moment is stable, 15% to 25%.
+      exact_steps: updates with exact gradients; the paper uses the time until the second moment is stable, 15% to 25%.
       b1: decay of the first moment.
       b2: decay of the second moment during the warm-up.
       eps: added to the root of the second moment.
@@ -51,7 +51,7 @@ class OneBitAdam(Replicas):
       ConfigError: a field is out of its range.
     """
 
-    warmup: int = 100
+    exact_steps: int = 100
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
@@ -59,7 +59,7 @@ class OneBitAdam(Replicas):
     wire: Wire = SignWire()
 
     def __post_init__(self) -> None:
-        check_counts(self, replicas=2, warmup=1)
+        check_counts(self, replicas=2, exact_steps=1)
         fractions(self, "b1", "b2")
         not_negative(self, "eps", "weight_decay")
         if not isinstance(self.wire, Wire):
@@ -107,7 +107,7 @@ class OneBitAdam(Replicas):
             moved = jax.tree.map(lambda m, g: self.b1 * m + (1 - self.b1) * g, mu, grads)
             mean, errors = self.wire.mean(moved, state["wire"], wide, blueprint.layout)
             mean = jax.tree.map(lambda m, v: jnp.where(v > 0, m, 0), mean, nu)
-            fix1, fix2 = 1 - self.b1**count, 1 - self.b2**self.warmup
+            fix1, fix2 = 1 - self.b1**count, 1 - self.b2**self.exact_steps
 
             def one(p: jax.Array, m: jax.Array, v: jax.Array, decay: bool) -> jax.Array:
                 update = (m / fix1) / (jnp.sqrt(v / fix2) + self.eps)
@@ -119,7 +119,7 @@ class OneBitAdam(Replicas):
         def apply(_: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
             grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
             with jax.named_scope("average_copies"):
-                return jax.lax.cond(state["adam"].count < self.warmup, exact, compressed, grads, state, params)
+                return jax.lax.cond(state["adam"].count < self.exact_steps, exact, compressed, grads, state, params)
 
         return make_step(grads, blueprint.tx, schedule, guards, apply=apply)
 

@@ -20,10 +20,12 @@ from jaxscale.data.loader import Loader, heldout_batches
 from jaxscale.data.markov import Synthetic as synthetic
 from jaxscale.data.megatron_tokens import MegatronTokens as megatron_tokens
 from jaxscale.data.mixing import Mixture as mixture
+from jaxscale.data.ngrams import NGrams
 from jaxscale.data.packing import PACKINGS
 from jaxscale.data.parquet_files import ParquetFiles as parquet_files
 from jaxscale.data.preference_files import PreferenceFiles as preference_files
 from jaxscale.data.prepared import PreparedTokens as token_file
+from jaxscale.data.pruned import Pruned as pruned
 from jaxscale.data.rated_files import RatedFiles as rated_files
 from jaxscale.data.records import UserRecords as records
 from jaxscale.data.records import as_corpus
@@ -42,6 +44,7 @@ __all__ = [
     "Corpus",
     "HFTokenizer",
     "Loader",
+    "NGrams",
     "Ordered",
     "Source",
     "TextCorpus",
@@ -60,6 +63,7 @@ __all__ = [
     "parquet_files",
     "preference_files",
     "prepare",
+    "pruned",
     "python_stdlib",
     "rated_files",
     "records",

@@ -43,13 +43,16 @@ def _written(folder, root, kind):
     return data.hf_dataset(str(root / "saved"), id="name", heldout=0.2)
 
 
-@pytest.fixture(params=["stream", "fit", "mixture", "jsonl", "parquet", "hf"])
+@pytest.fixture(params=["stream", "fit", "mixture", "pruned", "jsonl", "parquet", "hf"])
 def source(request, folder, tmp_path):
     """One source of each kind, 32 tokens a row."""
     text = data.text_files(f"{folder}/*.txt", heldout=0.2)
     if request.param in ("jsonl", "parquet", "hf"):
         written = _written(folder, tmp_path, request.param)
         return written.source(data.ByteTokenizer(), seq_len=32, split="train", packing="fit")
+    if request.param == "pruned":
+        half = data.pruned(text, keep=0.5, clusters=4)
+        return half.source(data.ByteTokenizer(), seq_len=32, split="train", packing="fit")
     if request.param != "mixture":
         return text.source(data.ByteTokenizer(), seq_len=32, split="train", packing=request.param)
     other = data.synthetic(256, documents=20, length=40)

@@ -33,10 +33,11 @@ class OneBitAdam(Replicas):
     """1-bit Adam (Tang et al. 2021, arXiv:2102.02888): momentum is exchanged in a bit per number, with error feedback.
 
     For `exact_steps` steps, the warm-up, this is `AdamW` on the mean of the replicas' gradients. From then on the
-    second moment is frozen and each replica moves the common first moment by its own gradient; the mean of these, as `wire`
-    sends it, is the next common moment. An update divides it by the root of the frozen second moment, with the bias
-    correction of the last warm-up step. A number whose gradient was 0 in the whole warm-up is not updated afterwards.
-    `grad_norm` is the norm of all replicas' gradients together. `train.optimizer` and `train.clip_norm` are not used.
+    second moment is frozen and each replica moves the common first moment by its own gradient; the mean of these, as
+    `wire` sends it, is the next common moment. An update divides it by the root of the frozen second moment, with the
+    bias correction of the last warm-up step. A number whose gradient was 0 in the whole warm-up is not updated
+    afterwards. `grad_norm` is the norm of all replicas' gradients together. `train.optimizer` and `train.clip_norm`
+    are not used.
 
     Args:
       replicas: number of replicas, which divide the batch.

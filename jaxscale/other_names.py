@@ -94,6 +94,8 @@ token_file: bin memmap tokens megatron indexeddataset
 synthetic: random dummy mock fake
 chat_files: chat sft sharegpt instruct alpaca
 preference_files: preference preferences pairs ultrafeedback hhrlhf dpo
+RewardModel: reward rewardtrainer bradleyterry rm
+WithHead: automodelforsequenceclassification sequenceclassification scorehead rewardhead
 rated_files: kto unpaired binaryfeedback thumbs
 python_stdlib: python code stdlib
 mixture: blend weighted

@@ -40,6 +40,7 @@ AXES: dict[str, str] = {
     "expert_embed": "`embed` in the weights of experts",
     "expert_mlp": "the hidden width of one expert",
     "router": "a router's score for each expert",
+    "outputs": "the numbers that a head gives for a sequence: a reward, or a score of each class",
 }
 """Logical axis name -> what a dimension of that name is, and the mesh axes that it is usually sharded over."""
 

@@ -30,6 +30,7 @@ from jaxscale.models.presets import (
 )
 from jaxscale.models.transformer import Transformer
 from jaxscale.models.transformer_config import TransformerConfig
+from jaxscale.models.with_head import WithHead
 
 __all__ = [
     "BlockConfig",
@@ -43,6 +44,7 @@ __all__ = [
     "Stageable",
     "Transformer",
     "TransformerConfig",
+    "WithHead",
     "deepseek_moe_16b",
     "deepseek_v2_lite",
     "deepseek_v3",

@@ -150,6 +150,25 @@ class LimitsLength(Protocol):
 
 
 @runtime_checkable
+class OverRun(Protocol):
+    """May leave out a part of the model, which is then that of the run that training starts from."""
+
+    def over(self, model: ModelConfig) -> ModelConfig:
+        """Return the config with the missing part taken from `model`."""
+        ...
+
+
+@runtime_checkable
+class ReadsTokens(Protocol):
+    """Reads token ids, but is no language model."""
+
+    @property
+    def token_ids(self) -> int | None:
+        """The number of token ids, or `None` if it is not known yet."""
+        ...
+
+
+@runtime_checkable
 class CutsSequences(Protocol):
     """Restricts the sequence length when devices shard the sequence."""
 

@@ -15,7 +15,7 @@ from jaxscale.errors import ConfigError, near
 from jaxscale.layout import STACKED, TensorInfo, current, path_name
 from jaxscale.optim.base import NamedState, Tree, is_named
 
-NOT_HIDDEN = ("vocab", "positions", "router")
+NOT_HIDDEN = ("vocab", "positions", "router", "outputs")
 """Axes of matrices that do not map hidden features to hidden features: lookups, the output head, routers."""
 
 

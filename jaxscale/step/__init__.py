@@ -37,6 +37,7 @@ from jaxscale.step.objectives import (
     MaskedToken,
     ReMax,
     ReverseKL,
+    RewardModel,
     SimPO,
 )
 from jaxscale.step.pipeline import is_pipelined, pipelined, replicas_of
@@ -85,6 +86,7 @@ __all__ = [
     "LoRA",
     "RLOO",
     "ReMax",
+    "RewardModel",
     "Unfreeze",
     "LocalReplicas",
     "LocalSteps",

@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxscale.errors import ConfigError
 from jaxscale.layout import infer_names
-from jaxscale.models.base import Parametrised
+from jaxscale.models.base import OverRun, Parametrised
 from jaxscale.optim import balanced, chain, without_biases
 from jaxscale.optim.base import Schedule
 from jaxscale.step.algorithm import Tree
@@ -158,6 +158,8 @@ def settled(config: TrainConfig) -> TrainConfig:
     changes: dict[str, Any] = {"start": start}
     if config.model == default.model:
         changes["model"] = start.run.config.model
+    elif isinstance(config.model, OverRun):
+        changes["model"] = config.model.over(start.run.config.model)
     if config.tokenizer == default.tokenizer:
         changes["tokenizer"] = start.run.config.tokenizer
         if changes["tokenizer"] == default.tokenizer and start.run.imported is not None:

@@ -19,7 +19,7 @@ from jaxscale.data import Batch, Corpus, Loader, Source, heldout_batches, to_dev
 from jaxscale.data.loader import arrays_of
 from jaxscale.errors import ConfigError, DataError, LayoutError, near
 from jaxscale.layout import Layout, filled_notes, shardings_of
-from jaxscale.models.base import ChecksRows, CutsSequences, LanguageModelConfig
+from jaxscale.models.base import ChecksRows, CutsSequences, LanguageModelConfig, ReadsTokens
 from jaxscale.optim import state_infos
 from jaxscale.optim.base import Schedule
 from jaxscale.parallel import why_no_gathers
@@ -212,10 +212,16 @@ def check_ids(config: TrainConfig) -> None:
 
 
 def _check_vocab(name: str, ids: int, config: TrainConfig) -> None:
-    if isinstance(config.model, LanguageModelConfig) and ids > config.model.vocab:
+    model = config.model
+    known: int | None = None
+    if isinstance(model, LanguageModelConfig):
+        known = model.vocab
+    elif isinstance(model, ReadsTokens):
+        known = model.token_ids
+    if known is not None and ids > known:
         raise ConfigError(
-            f"the corpus '{name}' has {ids} token ids, but the model only {config.model.vocab}; set the model's vocab "
-            f"to {ids} or more"
+            f"the corpus '{name}' has {ids} token ids, but the model only {known}; set the model's vocab to {ids} or "
+            "more"
         )
 
 

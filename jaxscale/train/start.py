@@ -16,6 +16,7 @@ from jaxscale.buckets import is_url
 from jaxscale.config import register
 from jaxscale.errors import CheckpointError, ConfigError
 from jaxscale.layout import Layout, TensorInfo, path_name, shardings_of
+from jaxscale.models.with_head import BACKBONE, HEAD
 from jaxscale.step.state import describe_model
 from jaxscale.train.run import RunFolder
 from jaxscale.working_copy import url_of
@@ -30,7 +31,8 @@ Tree = Any
 class FromRun:
     """Start from the parameters of another run's checkpoint, trained here or imported (`jaxscale import`).
 
-    Each device reads its own shards. The models must have the same shapes; dtypes may differ.
+    Each device reads its own shards. The models must have the same shapes; dtypes may differ. If this run's model is
+    `@WithHead()` and that run's is its backbone alone, the head begins as zeros.
 
     Args:
       path: the run folder, or its URL in a bucket.
@@ -78,8 +80,8 @@ class FromRun:
           RunError: there is no such run.
           CheckpointError: parameters are missing, extra or of another shape; the message lists them.
         """
-        theirs = _by_name(describe_model(self.run.config.model)[1])
-        ours = _by_name(infos)
+        stored = describe_model(self.run.config.model)[1]
+        theirs, ours = _by_name(stored), _by_name(_shared(infos, stored))
         wrong = [f"{name} is missing there" for name in ours if name not in theirs]
         wrong += [f"{name} is not in this model" for name in theirs if name not in ours]
         wrong += [
@@ -106,6 +108,7 @@ class FromRun:
         """
         self.check(infos)
         params = self.run.params(self.step, layout)
+        whole, infos = infos, _shared(infos, params)
         narrowed = [i.path for x, i in zip(*map(jax.tree.leaves, (params, infos)), strict=True) if _narrower(x, i)]
         if narrowed:
             log.info("%s and %d more are rounded to a narrower dtype", narrowed[0], len(narrowed) - 1)
@@ -117,7 +120,8 @@ class FromRun:
         for n, (info, to) in enumerate(zip(targets, where, strict=True)):  # one by one, to hold one extra array at most
             if leaves[n].dtype != info.dtype:
                 leaves[n] = jax.jit(lambda x, d=info.dtype: x.astype(d), out_shardings=to)(leaves[n])
-        return jax.tree.unflatten(structure, leaves)
+        params = jax.tree.unflatten(structure, leaves)
+        return params if infos is whole else {BACKBONE: params, HEAD: _zeros(whole[HEAD], layout)}
 
     def fingerprint(self) -> str:
         """Return a hex SHA-256 over the digests of the checkpoint's parameters."""
@@ -134,6 +138,18 @@ class FromRun:
 
 def _by_name(infos: Tree) -> dict[str, TensorInfo]:
     return {path_name(path): i for path, i in jax.tree_util.tree_leaves_with_path(infos)}
+
+
+def _shared(infos: Tree, theirs: Tree) -> Tree:
+    """Return the backbone's part if `infos` are of a model with a head (`WithHead`) and `theirs` are not, else all."""
+    return infos[BACKBONE] if set(infos) == {BACKBONE, HEAD} and BACKBONE not in theirs else infos
+
+
+def _zeros(infos: Tree, layout: Layout | None) -> Tree:
+    def make() -> Tree:
+        return jax.tree.map(lambda i: jnp.zeros(i.shape, i.dtype), infos)
+
+    return jax.jit(make, out_shardings=shardings_of(infos, layout))()
 
 
 def _narrower(x: jax.Array, info: TensorInfo) -> bool:

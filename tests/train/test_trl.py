@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from jaxscale.convert.pretrained import import_checkpoint
-from jaxscale.step import DPO, IPO, KTO, ORPO, SimPO, describe_model
+from jaxscale.models import WithHead
+from jaxscale.step import DPO, IPO, KTO, ORPO, RewardModel, SimPO, describe_model
 from jaxscale.step.objective import terms_of
 from tests.truth.hf_folder import CONFIG, tensors, write_folder
 
@@ -30,7 +31,7 @@ def folders(tmp_path_factory):
     moved = {k: x + 0.05 * random.standard_normal(x.shape, np.float32) for k, x in tensors().items()}
     both = [write_folder(root / "policy", moved), write_folder(root / "reference")]
     runs = [import_checkpoint(f, f.with_name(f"{f.name}_run"), say=lambda _: None) for f in both]
-    return both, describe_model(runs[0].config.model)[0], [run.params() for run in runs]
+    return both, describe_model(runs[0].config.model)[0], [run.params() for run in runs], runs[0]
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,7 @@ def interleaved(first, second):
 
 
 def ours(objective, folders, batch):
-    _, graphdef, (params, reference) = folders
+    _, graphdef, (params, reference), _ = folders
 
     def value(params):
         terms = terms_of(objective, nnx.merge(graphdef, params), batch, reference=nnx.merge(graphdef, reference))
@@ -162,3 +163,40 @@ def test_kto(folders, tokenizer, tmp_path):
     rows = interleaved(own, other) | {"desirable": np.repeat(np.asarray(batch["label"], np.float32), 2)}
     agree(ours(KTO(0.3, 1.5, 0.5), folders, rows), loss_and_gradients(trainer, batch))
     assert trainer._metrics["eval"]["kl"][-1] > 0  # else the baseline is not compared
+
+
+@pytest.mark.parametrize("margin,center", [(0.0, 0.0), (0.4, 0.2)])
+def test_reward_model(margin, center, folders, tokenizer, tmp_path):
+    load = transformers.AutoModelForSequenceClassification.from_pretrained
+    model = load(folders[0][0], num_labels=1, dtype=torch.float32, pad_token_id=tokenizer.pad_token_id)
+    args = trl.RewardConfig(
+        output_dir=str(tmp_path), per_device_train_batch_size=4, report_to=[], use_cpu=True, max_length=64,
+        bf16=False, fp16=False, gradient_checkpointing=False, center_rewards_coefficient=center or None,
+    )  # fmt: skip
+    rows = datasets.Dataset.from_list([{**line, "margin": margin} if margin else line for line in lines(rated=False)])
+    trainer = trl.RewardTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
+    trainer.model.eval()
+    batch = next(iter(trainer.get_train_dataloader()))
+    with torch.no_grad():
+        trainer.model.score.weight.normal_(generator=torch.Generator().manual_seed(0))
+    kernel = trainer.model.score.weight.detach().numpy().T.copy()
+    loss = trainer.compute_loss(trainer.model, dict(batch))
+    loss.backward()
+    named = dict(trainer.model.named_parameters())
+    want = float(loss.detach()), *(named[n].grad.numpy() for n in ("score.weight", "model.embed_tokens.weight"))
+
+    ids, mask = (np.asarray(batch[k]) for k in ("input_ids", "attention_mask"))
+    arrays = {"tokens": ids.astype(np.int32), "weights": mask.astype(np.float32)}
+    pairs = interleaved(*({k: x[at] for k, x in arrays.items()} for at in (slice(0, 4), slice(4, 8))))
+    config = WithHead(folders[3].config.model)
+    objective, graphdef = RewardModel(margin, center), describe_model(config)[0]
+
+    def value(params):
+        terms = terms_of(objective, nnx.merge(graphdef, params), pairs, reference=None)
+        return objective.value(terms | objective.weights(pairs, 1))
+
+    params = jax.tree.map(jnp.asarray, {"backbone": folders[2][0], "score": {"kernel": kernel}})
+    got, grads = jax.jit(jax.value_and_grad(value))(params)
+    embed = np.array(grads["backbone"]["embed"]["weight"])
+    embed[tokenizer.pad_token_id] = 0  # PyTorch's Embedding leaves out the gradient of the padding token, also in texts
+    agree((float(got), np.asarray(grads["score"]["kernel"]).T, embed), want)

@@ -10,6 +10,7 @@ from jaxscale.step.objectives.ipo import IPO
 from jaxscale.step.objectives.kto import KTO
 from jaxscale.step.objectives.masked_token import MaskedToken
 from jaxscale.step.objectives.orpo import ORPO
+from jaxscale.step.objectives.reward_model import RewardModel
 from jaxscale.step.objectives.rloo import RLOO, ReMax
 from jaxscale.step.objectives.simpo import SimPO
 
@@ -28,5 +29,6 @@ __all__ = [
     "RLOO",
     "ReMax",
     "ReverseKL",
+    "RewardModel",
     "SimPO",
 ]

@@ -14,11 +14,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxscale.models.base import LanguageModel
-from jaxscale.nn import Stats, auxiliary_loss
-from jaxscale.nn import metrics as layer_metrics
+from jaxscale.nn import Stats
 from jaxscale.parallel import as_weight
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import Batch, Input, Objective, Totals, hidden_of
+from jaxscale.step.objectives.pairs import Pairs, sums_of_pairs
 from jaxscale.step.objectives.token_objective import TokenObjective
 
 CACHED = "reference_logprobs"
@@ -82,15 +82,12 @@ class AnswerObjective(TokenObjective):
 
 
 @dataclasses.dataclass(frozen=True)
-class Preference(AnswerObjective):
+class Preference(AnswerObjective, Pairs):
     """Base of objectives of pairs: of two consecutive rows, the first answer is preferred to the second.
 
     Args:
       loss: the loss of each token, as of `NextToken`.
     """
-
-    group = 2
-    evaluated = ("loss", "accuracy")
 
     def losses(self, chosen: Answers, rejected: Answers) -> Float[Array, " n"]:
         """Return the loss of each pair.
@@ -109,10 +106,6 @@ class Preference(AnswerObjective):
         """
         raise NotImplementedError
 
-    def weights(self, batch: Batch, parts: int) -> Totals:
-        """Return the number of pairs (those of padding rows do not count), and `parts`."""
-        return {"pairs": jnp.sum(_real(batch)), "parts": jnp.asarray(parts, jnp.float32)}
-
     def terms(
         self, model: LanguageModel, batch: Batch, *, key: Array | None = None, reference: nnx.Module | None = None
     ) -> Totals:
@@ -128,38 +121,7 @@ class Preference(AnswerObjective):
           batch: arrays by name, (B, ...).
         """
         chosen, rejected = (Answers(*(x[i::2] for x in rows)) for i in range(2))
-        real, rewards = _real(batch), [self.rewards(x) for x in (chosen, rejected)]
-        return {
-            "losses": jnp.sum(self.losses(chosen, rejected) * real),
-            "right": jnp.sum((rewards[0] > rewards[1]) * real),
-            "chosen": jnp.sum(rewards[0] * real),
-            "rejected": jnp.sum(rewards[1] * real),
-        }
-
-    def value(self, totals: Totals) -> Float[Array, ""]:
-        """Return the mean loss of a pair plus the auxiliary losses of layers."""
-        return self._loss(totals) + auxiliary_loss(totals["stats"]) / totals["parts"]
-
-    def metrics(self, totals: Totals) -> dict[str, Float[Array, ""]]:
-        """Return the loss; the share of pairs whose chosen answer has the higher reward; mean rewards; their margin."""
-        pairs = jnp.maximum(totals["pairs"], 1.0)
-        means = {k: totals[k] / pairs for k in ("right", "chosen", "rejected")}
-        return {
-            "loss": self._loss(totals),
-            "accuracy": means["right"],
-            "chosen_reward": means["chosen"],
-            "rejected_reward": means["rejected"],
-            "reward_margin": means["chosen"] - means["rejected"],
-            **layer_metrics(totals["stats"]),
-        }
-
-    def _loss(self, totals: Totals) -> Float[Array, ""]:
-        return totals["losses"] / jnp.maximum(totals["pairs"], 1.0)
-
-
-def _real(batch: Batch) -> Float[Array, " n"]:
-    """Return 1 for each pair of which a token counts, and 0 for pairs of padding."""
-    return jnp.any(batch["weights"] > 0, axis=1)[::2].astype(jnp.float32)
+        return sums_of_pairs(self.losses(chosen, rejected), self.rewards(chosen), self.rewards(rejected), batch)
 
 
 def uses_reference(objective: Objective, cached: bool) -> None:

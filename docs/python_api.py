@@ -24,7 +24,6 @@ OPS = tuple(
 )
 
 
-
 def api() -> dict[str, str]:
     """A page for each package, with what its `__all__` names."""
     modules = {name: importlib.import_module(name) for name in (*ROOMS, *OPS)}
@@ -64,8 +63,10 @@ def _package(name: str, module: types.ModuleType, modules: Mapping[str, types.Mo
         n: other
         for other, m in modules.items()
         for n in public(other, m)
-        if n in names and other not in ("jaxscale", name)
-        and getattr(m, n) is getattr(module, n) and _below(getattr(m, n), other)
+        if n in names
+        and other not in ("jaxscale", name)
+        and getattr(m, n) is getattr(module, n)
+        and _below(getattr(m, n), other)
     }
     entries, rows = [], []
     for each in names:

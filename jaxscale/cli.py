@@ -29,6 +29,7 @@ from jaxscale.commands import (
     plan,
     replay,
     report,
+    rl,
     sample,
     schedule,
     serve,
@@ -44,12 +45,12 @@ from jaxscale.version import __version__
 from pallas_kernels.errors import KernelError
 
 COMMANDS = (
-    new, data, annotate, train, launch, sweep, laws, explain, plan, coordcheck, sample, eval, serve, import_, merge,
+    new, data, annotate, train, rl, launch, sweep, laws, explain, plan, coordcheck, sample, eval, serve, import_, merge,
     grow, export, report, checkpoint, replay, schedule, microbench, settings,
 )  # fmt: skip
 """Modules of the commands, in the order of `--help`."""
 
-OWN_MODULES = ("train", "sweep")
+OWN_MODULES = ("train", "sweep", "rl")
 """Commands whose gin file may import modules of the current folder. Others may read untrusted folders."""
 
 _DESCRIPTION = """\
@@ -67,6 +68,7 @@ A configuration is a gin file; any binding in it can be changed from here:
   jaxscale plan experiments/llama3_8b.gin --topology v5p:4x4x4 --tokens 1T
   jaxscale sweep experiments/lr_sweep.gin --run runs/lr
   jaxscale coordcheck experiments/mup_transfer/mup.gin
+  jaxscale rl my_rewards.gin --from runs/demo-1
   jaxscale sample runs/demo-1 --prompt "def "
   jaxscale eval runs/demo-1
   jaxscale serve runs/demo-1

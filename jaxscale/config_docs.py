@@ -37,6 +37,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "Parametrisations": ("jaxscale.optim.mup",),
     "Data and tokenizers": ("jaxscale.data",),
     "Generation and serving": ("jaxscale.infer",),
+    "Reinforcement learning": ("jaxscale.rl",),
     "Sweeps": ("jaxscale.sweep",),
     "Your own": ("",),
 }  # fmt: skip

@@ -123,7 +123,7 @@ class TrainingSession:
     ):
         self.config = config
         self._open = folder, resume, name, prepare
-        self._reporter = Reporter(quiet or jax.process_index() != 0)
+        self.reporter = Reporter(quiet or jax.process_index() != 0)
         self._stack, self._goodput = contextlib.ExitStack(), Goodput()
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._grads: Tree | None = None
@@ -133,7 +133,7 @@ class TrainingSession:
     def __enter__(self) -> Self:
         """Check the settings, choose and lock the folder, and make or restore the state."""
         config, (path, resume, name, prepare) = self.config, self._open
-        reporter = self._reporter
+        reporter = self.reporter
         self.prepared = prepare(config)
         folder, resuming, lock = choose_folder(config, path, resume, name, reporter.say)
         self.run = Run(folder, config)
@@ -169,7 +169,7 @@ class TrainingSession:
             self._record.picture()
             self._record.finish()
         if error is None and self._saved_at < self.step:
-            self._reporter.warn(f"steps {self._saved_at + 1} to {self.step} are in no checkpoint; call save() first")
+            self.reporter.warn(f"steps {self._saved_at + 1} to {self.step} are in no checkpoint; call save() first")
 
     @property
     def state(self) -> TrainState:
@@ -272,7 +272,7 @@ class TrainingSession:
         self._grads, self._sums, self._rows = None, {}, 0
         self._take(self.state.replace(step=self.state.step + 1))
         Skips(self.run.path / SKIPS).refused(self.step, why, {}, np.zeros(0, np.int64))
-        self._reporter.warn(f"step {self.step} is skipped: {why}")
+        self.reporter.warn(f"step {self.step} is skipped: {why}")
         self._write({"step": self.step, "loss": float("nan"), "skipped": why, **(metrics or {})})
 
     def sample(self, prompts: Any, **options: Any) -> Any:

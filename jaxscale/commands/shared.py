@@ -159,13 +159,14 @@ def weights_of(args: argparse.Namespace, bindings: list[str]) -> WeightFormat | 
     return weights
 
 
-def load(own: Path | None, args: argparse.Namespace, bindings: list[str]) -> TrainConfig:
+def load(own: Path | None, args: argparse.Namespace, bindings: list[str], also: tuple[str, ...] = ()) -> TrainConfig:
     """The settings of a gin file, or of a run's `config.gin`, with the changes of the command line.
 
     Args:
       own: a run's `config.gin`, or `None` for the file in `args.config`.
       args: the parsed options.
       bindings: the `--gin.` options.
+      also: other objects that read bindings of the file.
 
     Raises:
       ConfigError: no file is named, or it is invalid.
@@ -188,6 +189,8 @@ def load(own: Path | None, args: argparse.Namespace, bindings: list[str]) -> Tra
                 raise
             raise ConfigError(f"{args.config} describes a sweep: jaxscale sweep {args.config}") from None
         settings = settled(cast("TrainConfig", gin_config.call("train")))
+        for name in also:
+            gin_config.call(name)
         for name in gin_config.unused():
             print(f"jaxscale: warning: the binding {name} has no effect{_hint_for_unused(name)}", file=sys.stderr)
     else:

@@ -25,6 +25,10 @@ from jaxscale.data.packing import PACKINGS
 from jaxscale.data.parquet_files import ParquetFiles as parquet_files
 from jaxscale.data.preference_files import PreferenceFiles as preference_files
 from jaxscale.data.prepared import PreparedTokens as token_file
+from jaxscale.data.prompts import Arithmetic as arithmetic
+from jaxscale.data.prompts import Prompt, Prompts
+from jaxscale.data.prompts import PromptFiles as prompt_files
+from jaxscale.data.prompts import PromptList as prompt_list
 from jaxscale.data.pruned import Pruned as pruned
 from jaxscale.data.rated_files import RatedFiles as rated_files
 from jaxscale.data.records import UserRecords as records
@@ -46,11 +50,14 @@ __all__ = [
     "Loader",
     "NGrams",
     "Ordered",
+    "Prompt",
+    "Prompts",
     "Source",
     "TextCorpus",
     "TokenFile",
     "Tokenizer",
     "annotated",
+    "arithmetic",
     "as_corpus",
     "bin_tokens",
     "cache_folder",
@@ -63,6 +70,8 @@ __all__ = [
     "parquet_files",
     "preference_files",
     "prepare",
+    "prompt_files",
+    "prompt_list",
     "pruned",
     "python_stdlib",
     "rated_files",

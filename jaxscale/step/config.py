@@ -195,8 +195,7 @@ class TrainConfig:
         object.__setattr__(self, "trackers", tuple(self.trackers))
         if not isinstance(self.histograms, Histograms | None):
             raise ConfigError(
-                f"train.histograms must be Histograms() or None, not {_called(self.histograms)}"
-                f"{meant(self.histograms)}"
+                f"train.histograms must be Histograms() or None, not {_called(self.histograms)}{meant(self.histograms)}"
             )
         object.__setattr__(self, "callbacks", check_callbacks(self.callbacks))
 

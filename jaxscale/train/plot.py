@@ -105,4 +105,3 @@ def _smooth(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
         total, weight = keep * total + (1 - keep) * y, keep * weight + (1 - keep)
         out.append(total / weight)
     return [x for x, _ in points], out
-

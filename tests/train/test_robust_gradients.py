@@ -59,6 +59,15 @@ def test_flag_is_that_of_singular_value_decompositions(dimensions):
     assert cosine(want) > 0.9 and cosine(common.mean(1)) < -0.5
 
 
+@pytest.mark.parametrize("aggregate", [Median(), Flag()], ids=str)
+def test_a_replica_that_sends_nan_or_infinity_does_not_spoil_the_others(aggregate):
+    rows = np.ones((4, 3), np.float32)
+    for wrong in (np.nan, np.inf):
+        np.testing.assert_allclose(
+            aggregate({"a": np.vstack([rows, np.full((1, 3), wrong, np.float32)])})["a"], 1, atol=0.25
+        )
+
+
 @pytest.mark.parametrize("aggregate", [Mean(), Median(), Flag(2)], ids=str)
 @pytest.mark.parametrize(
     "layout", [LAYOUT, *(pytest.param(x, marks=pytest.mark.long) for x in (Layout("replica=2"), None))], ids=str

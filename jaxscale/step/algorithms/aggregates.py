@@ -39,11 +39,11 @@ class Mean(Aggregate):
 @register
 @dataclasses.dataclass(frozen=True)
 class Median(Aggregate):
-    """The median of each number (Yin et al. 2018, arXiv:1803.01498)."""
+    """The median of each number (Yin et al. 2018, arXiv:1803.01498); what is not finite counts as 0."""
 
     def __call__(self, grads: Tree) -> Tree:
         """Return the medians over replicas."""
-        return jax.tree.map(lambda g: jnp.median(g, axis=0), grads)
+        return jax.tree.map(lambda g: jnp.median(g, axis=0), _finite(grads))
 
 
 @register
@@ -55,7 +55,7 @@ class Flag(Aggregate):
     squares from the unweighted solution: with weights w_i = (1 - |Yᵀ x_i|² + eps)^(-1/4), Y are the leading left
     singular vectors of the w_i x_i. The result is the mean of Y Yᵀ x_i times the median norm of the gradients; the
     authors' code has the sum, and leaves the norm to the optimizer. All is computed from the inner products of the
-    replicas' gradients over all parameters.
+    replicas' gradients over all parameters. Numbers that are not finite count as 0.
 
     Args:
       dimensions: dimensions of the subspace, below the number of replicas.
@@ -81,6 +81,8 @@ class Flag(Aggregate):
     def __call__(self, grads: Tree) -> Tree:
         """Return a weighted sum of the replicas' gradients."""
 
+        grads = _finite(grads)
+
         def products(g: jax.Array) -> jax.Array:
             every = tuple(range(1, g.ndim))
             return jax.lax.dot_general(g, g, ((every, every), ((), ())), precision="highest")
@@ -102,3 +104,7 @@ class Flag(Aggregate):
         y = basis(weights)
         shares = y @ jnp.mean(y.T @ cosines, axis=1) * scale * jnp.median(norms)
         return jax.tree.map(lambda g: jnp.tensordot(shares, g, 1, precision="highest"), grads)
+
+
+def _finite(grads: Tree) -> Tree:
+    return jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, 0), grads)

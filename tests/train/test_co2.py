@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import jaxscale as js
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout
 from jaxscale.parallel import IntegerWire
-from jaxscale.step import CO2
+from jaxscale.step import CO2, DiLoCo, prepare
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.replicas import MESHES, STEPS, config, crossing, local_updates, trained
@@ -85,3 +86,21 @@ def test_what_does_not_fit_is_refused():
     ):
         with raises_saying(ConfigError, *words):
             CO2(**changes)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("algorithm", [ROUNDS, DiLoCo(replicas=2, every=3, delay=1)], ids=["CO2", "DiLoCo"])
+def test_what_a_step_exchanges_does_not_depend_on_what_it_computes(algorithm):
+    """So a compiler may do both at the same time; the batch of the step that exchanges is changed."""
+    prepared = prepare(one := config(layout=None, algorithm=algorithm))
+    part = "momentum" if algorithm is ROUNDS else "outer"
+    seen = []
+    for last in (3, 100):
+        state, step = prepared.blueprint.init(0), prepared.step_of(one)
+        for i in (0, 1, 2, last):
+            before = np.array(state.extra[part]["embed"]["weight"])
+            state, _ = step(state, prepared.place(prepared.loader, i))
+        moment = jax.tree.leaves(state.opt_state)[1]
+        seen.append((np.array(state.extra[part]["embed"]["weight"]), np.array(moment)))
+    assert np.array_equal(seen[0][0], seen[1][0]) and not np.array_equal(seen[0][0], before), "the step exchanged"
+    assert not np.array_equal(seen[0][1], seen[1][1]), "the batches differ"

@@ -80,7 +80,6 @@ class Flag(Aggregate):
 
     def __call__(self, grads: Tree) -> Tree:
         """Return a weighted sum of the replicas' gradients."""
-
         grads = _finite(grads)
 
         def products(g: jax.Array) -> jax.Array:

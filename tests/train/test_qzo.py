@@ -42,8 +42,15 @@ def config(base, **changes):
     return TrainConfig(**bigram(**settings | changes))
 
 
-@pytest.mark.parametrize(("bits", "group"), [(4, None), (4, 4), (8, 2)])
-@pytest.mark.parametrize(("shape", "contracted"), [((3, 8, 5), (-2,)), ((2, 4, 8, 5), (-3, -2)), ((3, 5, 2, 8), (-1,))])
+@pytest.mark.parametrize(
+    ("bits", "group", "shape", "contracted"),
+    [
+        (4, None, (3, 8, 5), (-2,)),
+        (4, None, (2, 4, 8, 5), (-3, -2)),
+        (8, 2, (2, 4, 8, 5), (-3, -2)),
+        (4, 4, (3, 5, 2, 8), (-1,)),
+    ],
+)
 def test_codes_are_rounded_to_the_largest_number_of_a_group(bits, group, shape, contracted):
     kernel = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     weight = Integers(bits=bits, group=group).encode(jnp.asarray(kernel), contracted)
@@ -138,7 +145,7 @@ def test_what_does_not_fit_is_refused(base):
     with raises_saying(ConfigError, "Integers.group = 12", "the nearest that does is 8"):
         check(config(base, adapters=Scales(Integers(group=12))))
     check(config(base, adapters=Scales(Integers(group=8))))
-    for wrong in (dict(bits=5), dict(group=0), dict(group=2.0)):
+    for wrong in (dict(bits=5), dict(bits=[4]), dict(group=0), dict(group=2.0)):
         with raises_saying(ConfigError, f"Integers.{next(iter(wrong))} = "):
             Integers(**wrong)
     with raises_saying(ConfigError, "Scales.base must be Integers()"):

@@ -69,7 +69,7 @@ def test_a_resumed_run_has_the_same_bits_and_evaluates_on_the_device(tmp_path):
 
 @pytest.mark.tpu_aot
 def test_a_tpu_holds_less_than_two_layers():
-    model = dataclasses.replace(MODEL, depth=8, width=256, heads=2, hidden=1024)
+    model = dataclasses.replace(MODEL, depth=8, width=512, heads=4, hidden=2048)
     memory = compile_step(config(model=model, algorithm=ZO2()), "v5e:2x2").memory_analysis()
     run = prepare(config(model=model, algorithm=ZO2()))
     layers = sum(i.nbytes for i in jax.tree.leaves(run.blueprint.infos["runs"]))

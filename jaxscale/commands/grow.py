@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from jaxscale.commands.shared import TEXT, accept_argument, import_argument, imports_of, no_bindings
@@ -66,7 +65,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     from jaxscale.run import Run
     from jaxscale.step.rates import parameter_count
 
-    source = Run(Path(args.run))
+    source = Run(args.run)
     _ = source.info  # raises for a folder that is no run
     layout = None if args.layout is None else Layout(args.layout)
     sizes = dict(layers=args.layers, width=args.width, hidden=args.hidden, heads=args.heads)

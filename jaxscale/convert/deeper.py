@@ -23,6 +23,9 @@ METHODS = {
 }
 """The ways to make a model deeper."""
 
+MOST = 1000
+"""The most layers of a deeper model for each layer of the trained one."""
+
 _LAYER = re.compile(r"(|.*/)runs/(\d+)/blocks/(\d+)/(.*)")
 
 
@@ -151,6 +154,8 @@ def deepened(model: object, layers: int, method: str = "stack") -> Deeper:
     if not isinstance(layers, int) or isinstance(layers, bool):
         raise ConfigError(f"layers = {layers!r}: must be a whole number")
     depth = model.depth
+    if layers > MOST * depth:
+        raise ConfigError(f"layers = {layers}: the model has {depth}; choose at most {MOST} times as many")
     deeper = _with(model, layers, method) if layers > depth else None
     if deeper is None:
         fits = [n for n in range(depth + 1, 8 * depth + 1) if _with(model, n, method) is not None]

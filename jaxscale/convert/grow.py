@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxscale.convert.deeper import Deeper, deepened
-from jaxscale.convert.new_run import begin, finish, save_params
+from jaxscale.convert.new_run import begin, check_new, finish, save_params
 from jaxscale.convert.wider import Wider, widened
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout, TensorInfo, path_name, shardings_of
@@ -63,7 +63,7 @@ def grow(
 
     Raises:
       ConfigError: the model or its optimizer state cannot grow like this.
-      RunError: `out` exists already, or `run` has no checkpoint.
+      RunError: `out` exists already or is in a bucket, or `run` has no checkpoint.
       CheckpointError: a checkpoint cannot be read.
     """
     config = run.config
@@ -73,8 +73,11 @@ def grow(
     if (width, hidden, heads) != (None, None, None):
         before = growths[0].model if growths else config.model
         growths.append(widened(before, width=width, hidden=hidden, heads=heads, noise=noise, seed=config.seed))
+    if layers is None and method != "stack":
+        raise ConfigError(f"method = {method!r} has no effect without a number of layers; set layers, or leave it out")
     if not growths:
         raise ConfigError("nothing grows; set layers, width, hidden or heads")
+    check_new(out)
     step = run.last_step() if step is None else step
     model = growths[-1].model
     grown = dataclasses.replace(config, model=model, start=None, adapters=None)

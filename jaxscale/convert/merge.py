@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from jaxscale.convert.new_run import begin, finish, save_params
+from jaxscale.convert.new_run import begin, check_new, finish, save_params
 from jaxscale.layout import Layout
 from jaxscale.run import Run
 
@@ -26,9 +26,10 @@ def merge(run: Run, out: str | Path, *, step: int | None = None, layout: Layout 
       the new run.
 
     Raises:
-      RunError: `out` exists already, or `run` has no checkpoint.
+      RunError: `out` exists already or is in a bucket, or `run` has no checkpoint.
       CheckpointError: a checkpoint cannot be read.
     """
+    check_new(out)
     step = run.last_step() if step is None else step
     params = run.params(step, layout)
     config = dataclasses.replace(run.config, start=None, adapters=None, layout=layout)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxscale.buckets import is_url
 from jaxscale.data import HFTokenizer
 from jaxscale.errors import RunError
 from jaxscale.layout import Layout
@@ -21,11 +22,27 @@ from jaxscale.train.checkpoints import flatten
 from jaxscale.train.checkpoints.chunks import to_host
 from jaxscale.train.checkpoints.manifest import leaves_of
 from jaxscale.train.files import INFO, write_json
-from jaxscale.train.folders import new_folder
+from jaxscale.train.folders import is_new, new_folder
 from jaxscale.train.run import HF, about, checkpoints_in, take_companions, write_config
 
 WEIGHTS_STEP = 0
 """Step of a checkpoint that has parameters only: a run can start from it, but not resume."""
+
+
+def check_new(out: str | Path) -> None:
+    """Check, before anything is computed, that a new run folder can be made.
+
+    Args:
+      out: the new folder.
+
+    Raises:
+      RunError: it exists already, or is in a bucket.
+    """
+    if is_url(out):
+        raise RunError(f"{out} is in a bucket, and this run is written to a disk; name a folder, and copy it later")
+    path = Path(out)
+    if path.exists() and not (path.is_dir() and is_new(path)):
+        raise RunError(f"{out} already exists; name another folder")
 
 
 def begin(source: Run, out: str | Path, config: TrainConfig, facts: dict[str, Any], status: str) -> Run:

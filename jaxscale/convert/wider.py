@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -160,8 +161,8 @@ def widened(
             raise ConfigError(
                 f"{type(layer.mixer).__name__} has its own widths and cannot be made wider; grow the layers"
             )
-    if not noise >= 0:
-        raise ConfigError(f"noise = {noise}: must be at least 0")
+    if not (math.isfinite(noise) and noise >= 0):
+        raise ConfigError(f"noise = {noise}: must be a finite number of at least 0")
     z = model.sizes
     by_width = _times("width", width, z.width)
     by_hidden = by_width if hidden is None else _times("hidden", hidden, z.hidden)

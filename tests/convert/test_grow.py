@@ -191,6 +191,9 @@ def test_what_cannot_grow_is_refused_in_a_sentence(small, tmp_path):
         ("heads = 3", "multiple of the model's 2"): dict(width=32, heads=3),
         ("nothing grows",): dict(),
         ("noise = -1",): dict(width=32, noise=-1),
+        ("noise = inf", "finite"): dict(width=32, noise=float("inf")),
+        ("layers = 4000000", "at most 1000 times"): dict(layers=4_000_000),
+        ("method = 'identity'", "no effect"): dict(width=32, method="identity"),
         ("no finished checkpoint 3",): dict(layers=4, step=3),
     }.items():
         with raises_saying(JaxscaleError, *words):
@@ -200,6 +203,8 @@ def test_what_cannot_grow_is_refused_in_a_sentence(small, tmp_path):
     shutil.copy(small.path / "config.gin", tmp_path / "empty")
     with raises_saying(RunError, "no finished checkpoint yet"):
         grow(js.Run(tmp_path / "empty"), tmp_path / "out", layers=4)
+    with raises_saying(RunError, "s3://bucket/run", "name a folder"):
+        grow(small, "s3://bucket/run", layers=4)
     with raises_saying(RunError, "already exists"):
         grow(small, small.path, layers=4)
 

@@ -96,6 +96,8 @@ chat_files: chat sft sharegpt instruct alpaca
 preference_files: preference preferences pairs ultrafeedback hhrlhf dpo
 RewardModel: reward rewardtrainer bradleyterry rm
 WithHead: automodelforsequenceclassification sequenceclassification scorehead rewardhead
+Classification: classify classifier sequenceclassification
+labelled_files: labels labeled labeledfiles textclassification glue imdb
 rated_files: kto unpaired binaryfeedback thumbs
 python_stdlib: python code stdlib
 mixture: blend weighted

@@ -16,6 +16,7 @@ from jaxscale.data.devices import to_devices
 from jaxscale.data.documents import TextCorpus
 from jaxscale.data.hf_dataset import HFDataset as hf_dataset
 from jaxscale.data.jsonl_files import JsonlFiles as jsonl_files
+from jaxscale.data.labelled_files import LabelledFiles as labelled_files
 from jaxscale.data.loader import Loader, heldout_batches
 from jaxscale.data.markov import Synthetic as synthetic
 from jaxscale.data.megatron_tokens import MegatronTokens as megatron_tokens
@@ -74,6 +75,7 @@ __all__ = [
     "prompt_list",
     "pruned",
     "python_stdlib",
+    "labelled_files",
     "rated_files",
     "records",
     "synthetic",

@@ -24,22 +24,24 @@ class OneDocumentRows:
       group: number of consecutive documents that belong together.
       too_long: "error", "cut" (the end is cut off) or "drop" (the whole group is left out).
       setting: name of the setting `too_long`, for errors.
+      apart: number of tokens at the end of each document that are no part of its row.
 
     Raises:
       DataError: a document is too long, or all are left out.
     """
 
-    def __init__(self, documents: Documents, seq_len: int, *, group: int, too_long: str, setting: str):
+    def __init__(self, documents: Documents, seq_len: int, *, group: int, too_long: str, setting: str, apart: int = 0):
         self.documents, self.seq_len, self.group = documents, seq_len, group
         self.name, self.vocab_size = documents.name, documents.vocab_size
         described = f"{documents.fingerprint} one document {seq_len} {group} {too_long}"
         self.fingerprint = hashlib.sha256(described.encode()).hexdigest()
-        long = documents.lengths > seq_len
+        self._apart, lengths = apart, documents.lengths - apart
+        long = lengths > seq_len
         self.numbers = np.arange(len(long))
         if not long.any():
             return
         if too_long == "error":
-            longest = int(documents.lengths.max())
+            longest = int(lengths.max())
             raise DataError(
                 f"{int(long.sum())} of {len(long)} documents of '{self.name}' are longer than train.seq_len = "
                 f"{seq_len} (the longest has {longest} tokens); set train.seq_len = {longest}, or {setting} = 'cut' or "
@@ -71,7 +73,7 @@ class OneDocumentRows:
         """
         documents = self.documents
         start = int(documents.starts[number]) - 1
-        at = np.arange(start, start + int(documents.lengths[number]) + 1)
+        at = np.arange(start, start + int(documents.lengths[number]) - self._apart + 1)
         assert documents.learned is not None and documents.opened, "these documents have masks"
         return documents.tokens[at], documents.learned[at]
 

@@ -35,7 +35,7 @@ BACKBONE, HEAD = "backbone", "score"
 class WithHead:
     """A language model, the backbone, whose final hidden states a linear head maps to a few numbers.
 
-    For `@RewardModel()` and `@Classify()`. The head's weight begins as zeros. With `train.start = @FromRun()` the
+    For `@RewardModel()` and `@Classification()`. The head's weight begins as zeros. With `train.start = @FromRun()` the
     backbone's parameters are those of that run. The backbone's output head stays among the parameters, unused.
 
     Args:

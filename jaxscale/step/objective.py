@@ -149,6 +149,17 @@ class Objective:
           ConfigError: it does not work with them.
         """
 
+    def check_data(self, source: Any, config: TrainConfig) -> None:
+        """Check the data of a split, which has the arrays of `inputs`, before training.
+
+        Args:
+          source: the rows of the split, see `jaxscale.data.batch.Source`.
+          config: the run's settings.
+
+        Raises:
+          DataError: the objective does not work with it.
+        """
+
     def describe(self, config: TrainConfig) -> str:
         """Return a short description for the log and run.json.
 

@@ -188,6 +188,7 @@ def _open(corpus: Corpus, split: str, config: TrainConfig) -> Source:
     _check_same_everywhere(source)
     if len(source):
         _check_arrays(source, config)
+        config.objective.check_data(source, config)
     return source
 
 

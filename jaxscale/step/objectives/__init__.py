@@ -1,5 +1,6 @@
 """Objectives beside `NextToken`, a file each (`train.objective`)."""
 
+from jaxscale.step.objectives.classification import Classification
 from jaxscale.step.objectives.dapo import DAPO
 from jaxscale.step.objectives.distill import Distill
 from jaxscale.step.objectives.divergences import ForwardKL, JensenShannon, ReverseKL
@@ -15,6 +16,7 @@ from jaxscale.step.objectives.rloo import RLOO, ReMax
 from jaxscale.step.objectives.simpo import SimPO
 
 __all__ = [
+    "Classification",
     "DAPO",
     "DPO",
     "Distill",

@@ -80,6 +80,7 @@ def test_what_does_not_fit_is_refused():
         ({"every": 0}, ("CO2.every = 0", "at least 1")),
         ({"momentum": 1.0}, ("CO2.momentum = 1.0", "below 1")),
         ({"penalty": 0.5}, ("CO2.penalty = 0.5", "no penalty")),
+        ({"momentum": "0.9"}, ("CO2.momentum = '0.9'",)),
         ({"clip": 0.0}, ("CO2.clip = 0.0", "or None")),
         ({"outer_lr": 0.0}, ("CO2.outer_lr = 0.0",)),
         ({"wire": "int8"}, ("CO2.wire = 'int8'", "IntegerWire()")),

@@ -14,8 +14,8 @@ import jaxscale as js
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
-from jaxscale.optim import SGD, ScheduleFreeSGD
-from jaxscale.parallel import Float32Wire, IntegerWire, SignWire
+from jaxscale.optim import SGD, OnHost, ScheduleFreeSGD
+from jaxscale.parallel import Float32Wire, IntegerWire, SignWire, Wire
 from jaxscale.step import DiLoCo, LocalSteps, blueprint_of, check, prepare
 from jaxscale.step.algorithms.fragments import fragments_of
 from tests.truth.compare import assert_leaves_agree
@@ -199,6 +199,8 @@ def test_what_does_not_fit_is_refused():
         ({"mix": 1.0}, ("DiLoCo.mix = 1.0",)),
         ({"outer_lr": float("nan")}, ("DiLoCo.outer_lr", "such as 0.7")),
         ({"outer": "sgd"}, ("DiLoCo.outer = 'sgd'", "SGD(0.9, nesterov=True)")),
+        ({"outer_lr": "0.7"}, ("DiLoCo.outer_lr = '0.7'", "such as 0.7")),
+        ({"wire": Wire()}, ("DiLoCo.wire = ", "IntegerWire()")),
         ({"wire": 8}, ("DiLoCo.wire = 8", "IntegerWire()")),
     ):
         with raises_saying(ConfigError, *words):
@@ -209,8 +211,10 @@ def test_what_does_not_fit_is_refused():
         IntegerWire(block=12)
     with raises_saying(ConfigError, "DiLoCo.fragments = 3", "set it to 2"):
         check(config(algorithm=DiLoCo(fragments=3)))
-    with raises_saying(ConfigError, "schedule-free", "use SGD"):
+    with raises_saying(ConfigError, "DiLoCo.outer does not work with ScheduleFreeSGD", "use SGD"):
         check(config(algorithm=DiLoCo(outer=ScheduleFreeSGD())))
+    with raises_saying(ConfigError, "DiLoCo.outer does not work with OnHost"):
+        check(config(algorithm=DiLoCo(outer=OnHost(SGD()))))
     with raises_saying(ConfigError, "use the mesh 'replica=2'"):
         check(config(layout=Layout("replica=4")))
     with raises_saying(ConfigError, "train.batch_size = 7", "set it to 8"):

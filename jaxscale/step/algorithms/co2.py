@@ -13,7 +13,14 @@ from jaxscale.errors import ConfigError
 from jaxscale.optim.base import Schedule
 from jaxscale.parallel import Float32Wire, Wire
 from jaxscale.step.algorithm import NEXT_TOKEN, Metrics, Step, Tree
-from jaxscale.step.algorithms.replicas import LocalReplicas, check_counts, wide_infos, with_prefix
+from jaxscale.step.algorithms.replicas import (
+    LocalReplicas,
+    check_counts,
+    is_number,
+    is_wire,
+    wide_infos,
+    with_prefix,
+)
 from jaxscale.step.guards import Guard
 from jaxscale.step.objective import Batch, Objective
 from jaxscale.step.state import Blueprint, TrainState
@@ -56,15 +63,15 @@ class CO2(LocalReplicas):
 
     def __post_init__(self) -> None:
         check_counts(self, replicas=2, every=1)
-        if not self.outer_lr > 0:
-            raise ConfigError(f"CO2.outer_lr = {self.outer_lr}: must be above 0, such as 1.0")
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"CO2.momentum = {self.momentum}: must be at least 0 and below 1")
-        if not self.penalty >= 1:
-            raise ConfigError(f"CO2.penalty = {self.penalty}: must be at least 1, which is no penalty")
-        if self.clip is not None and not self.clip > 0:
-            raise ConfigError(f"CO2.clip = {self.clip}: must be above 0, or None")
-        if not isinstance(self.wire, Wire):
+        if not (is_number(self.outer_lr) and self.outer_lr > 0):
+            raise ConfigError(f"CO2.outer_lr = {self.outer_lr!r}: must be above 0, such as 1.0")
+        if not (is_number(self.momentum) and 0 <= self.momentum < 1):
+            raise ConfigError(f"CO2.momentum = {self.momentum!r}: must be at least 0 and below 1")
+        if not (is_number(self.penalty) and self.penalty >= 1):
+            raise ConfigError(f"CO2.penalty = {self.penalty!r}: must be at least 1, which is no penalty")
+        if self.clip is not None and not (is_number(self.clip) and self.clip > 0):
+            raise ConfigError(f"CO2.clip = {self.clip!r}: must be above 0, or None")
+        if not is_wire(self.wire):
             raise ConfigError(f"CO2.wire = {self.wire!r}: must be Float32Wire() or IntegerWire()")
 
     def infos(self, blueprint: Blueprint) -> dict[str, Tree]:

@@ -17,7 +17,15 @@ from jaxscale.optim.base import Optimizer, Schedule
 from jaxscale.parallel import Float32Wire, Wire
 from jaxscale.step.algorithm import NEXT_TOKEN, Metrics, Step, Tree
 from jaxscale.step.algorithms.fragments import Fragment, fragments_of
-from jaxscale.step.algorithms.replicas import LocalReplicas, check_counts, wide_infos, with_prefix
+from jaxscale.step.algorithms.replicas import (
+    LocalReplicas,
+    check_counts,
+    is_number,
+    is_wire,
+    on_host,
+    wide_infos,
+    with_prefix,
+)
 from jaxscale.step.guards import Guard
 from jaxscale.step.objective import Batch, Objective
 from jaxscale.step.state import Blueprint, TrainState
@@ -72,12 +80,12 @@ class DiLoCo(LocalReplicas):
         check_counts(self, replicas=2, every=1, fragments=1, delay=0)
         if not isinstance(self.outer, Optimizer):
             raise ConfigError(f"DiLoCo.outer = {self.outer!r}: must be an optimizer, such as SGD(0.9, nesterov=True)")
-        if not isinstance(self.wire, Wire):
+        if not is_wire(self.wire):
             raise ConfigError(f"DiLoCo.wire = {self.wire!r}: must be Float32Wire() or IntegerWire()")
-        if not self.outer_lr > 0:
-            raise ConfigError(f"DiLoCo.outer_lr = {self.outer_lr}: must be above 0, such as 0.7")
-        if not 0 <= self.mix < 1:
-            raise ConfigError(f"DiLoCo.mix = {self.mix}: must be at least 0 and below 1")
+        if not (is_number(self.outer_lr) and self.outer_lr > 0):
+            raise ConfigError(f"DiLoCo.outer_lr = {self.outer_lr!r}: must be above 0, such as 0.7")
+        if not (is_number(self.mix) and 0 <= self.mix < 1):
+            raise ConfigError(f"DiLoCo.mix = {self.mix!r}: must be at least 0 and below 1")
         if self.delay >= self.every:
             raise ConfigError(f"DiLoCo.delay = {self.delay}: must be below every = {self.every}")
         if self.fragments > self.every:
@@ -140,9 +148,10 @@ class DiLoCo(LocalReplicas):
         """Check what `Replicas` does, the outer optimizer, and that no fragment is empty."""
         super().check(config, blueprint)
         infos = wide_infos(blueprint)
-        if averages(state_infos(self._tx(infos), infos)):
+        state = state_infos(self._tx(infos), infos)
+        if averages(state) or on_host(state):
             kind = type(self.outer).__name__
-            raise ConfigError(f"DiLoCo.outer = {kind}() is schedule-free; use SGD(momentum=0.9, nesterov=True)")
+            raise ConfigError(f"DiLoCo.outer does not work with {kind}; use SGD(momentum=0.9, nesterov=True)")
         filled = sum(bool(f.slices) for f in self._parts(blueprint))
         if filled < self.fragments:
             raise ConfigError(

@@ -17,7 +17,7 @@ from jaxscale.optim.adamw import AdamWState, fractions, not_negative
 from jaxscale.optim.base import FusedTransformation, Schedule
 from jaxscale.parallel import Float32Wire, SignWire, Wire
 from jaxscale.step.algorithm import NEXT_TOKEN, Step, Tree
-from jaxscale.step.algorithms.replicas import Replicas, check_counts, wide_infos, with_prefix
+from jaxscale.step.algorithms.replicas import Replicas, check_counts, is_wire, wide_infos, with_prefix
 from jaxscale.step.backprop import make_step
 from jaxscale.step.guards import Guard
 from jaxscale.step.objective import Objective
@@ -63,7 +63,7 @@ class OneBitAdam(Replicas):
         check_counts(self, replicas=2, exact_steps=1)
         fractions(self, "b1", "b2")
         not_negative(self, "eps", "weight_decay")
-        if not isinstance(self.wire, Wire):
+        if not is_wire(self.wire):
             raise ConfigError(f"OneBitAdam.wire = {self.wire!r}: must be SignWire() or IntegerWire()")
 
     @property

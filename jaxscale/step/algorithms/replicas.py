@@ -15,7 +15,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.layout import TensorInfo
 from jaxscale.optim import HostState, apply_gradients, averages, state_infos
 from jaxscale.optim.base import Schedule
-from jaxscale.parallel import each_copy, mean_copy, why_no_copies
+from jaxscale.parallel import Wire, each_copy, mean_copy, why_no_copies
 from jaxscale.step.algorithm import Algorithm, Metrics, Step, Tree
 from jaxscale.step.backprop import LossAndGrads, make_loss_and_grads, make_step
 from jaxscale.step.guards import Guard
@@ -41,6 +41,37 @@ def check_counts(algorithm: Algorithm, **least: int) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < bound:
             kind = type(algorithm).__name__
             raise ConfigError(f"{kind}.{name} = {value!r}: must be a whole number of at least {bound}")
+
+
+def is_number(x: object) -> bool:
+    """Return whether `x` is a number that a setting may have: neither a bool nor NaN.
+
+    Args:
+      x: the value of a setting.
+    """
+    return isinstance(x, int | float) and not isinstance(x, bool) and x == x
+
+
+def is_wire(x: object) -> bool:
+    """Return whether `x` is a wire format, and not their base class.
+
+    Args:
+      x: the value of a setting.
+    """
+    return isinstance(x, Wire) and type(x) is not Wire
+
+
+def on_host(state: Tree) -> bool:
+    """Return whether some optimizer state is in host memory.
+
+    Args:
+      state: the state, or its infos.
+    """
+
+    def held(s: object) -> bool:
+        return isinstance(s, HostState)
+
+    return any(map(held, jax.tree.leaves(state, is_leaf=held)))
 
 
 def wide_infos(blueprint: Blueprint) -> Tree:
@@ -130,11 +161,7 @@ class Replicas(Algorithm):
         """Check the optimizer, the layout, and that replicas and devices divide the batch."""
         name, layout = type(self).__name__, config.layout
         state = state_infos(blueprint.tx, blueprint.infos)
-
-        def on_host(s: object) -> bool:
-            return isinstance(s, HostState)
-
-        if averages(state) or any(on_host(s) for s in jax.tree.leaves(state, is_leaf=on_host)):
+        if averages(state) or on_host(state):
             raise ConfigError(f"{name} does not work with {type(config.optimizer).__name__}; use AdamW()")
         if why := why_no_copies(layout, self.replicas):
             raise ConfigError(f"{name}.replicas = {self.replicas} on {layout}: {why}")

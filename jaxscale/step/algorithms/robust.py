@@ -43,7 +43,7 @@ class RobustGradients(Replicas):
 
     def __post_init__(self) -> None:
         check_counts(self, replicas=2)
-        if not isinstance(self.aggregate, Aggregate):
+        if not isinstance(self.aggregate, Aggregate) or type(self.aggregate) is Aggregate:
             raise ConfigError(f"RobustGradients.aggregate = {self.aggregate!r}: must be Flag(), Median() or Mean()")
         if isinstance(self.aggregate, Flag) and self.aggregate.dimensions >= self.replicas:
             raise ConfigError(

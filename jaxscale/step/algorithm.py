@@ -38,6 +38,11 @@ class Algorithm:
         return ()
 
     @property
+    def spreads(self) -> bool:
+        """Whether devices along the mesh axis `replica` share the work on the same rows (see `shared_rows`)."""
+        return False
+
+    @property
     def in_formulas(self) -> bool:
         """Whether the planner's formulas, which are for `Backprop`, cover a step; else the planner compiles it."""
         return False

@@ -296,6 +296,7 @@ def check_quickly(blueprint: Blueprint, config: TrainConfig) -> None:
         config.histograms.check(blueprint)
     config.algorithm.check(config, blueprint)
     if layout is not None:
+        _check_replicas(config, blueprint, layout)
         _check_rows(config, layout)
         _check_length(config, layout, blueprint)
     if isinstance(config.model, ChecksRows):
@@ -324,6 +325,17 @@ def _check_idle(layout: Layout) -> None:
                 f"{layout} has {axis}={size}, but its rules shard nothing over '{axis}', so {size} devices would do "
                 f"the same work; use rules='fsdp_tensor', or a mesh without {axis}"
             )
+
+
+def _check_replicas(config: TrainConfig, blueprint: Blueprint, layout: Layout) -> None:
+    """Check that replicas with the same rows do not all do the same work."""
+    if layout.sizes["replica"] == 1 or "replica" in layout.cut("batch") or config.algorithm.spreads:
+        return
+    if not any("replicas" in i.axes for i in jax.tree.leaves(config.algorithm.infos(blueprint))):
+        raise LayoutError(
+            f"{layout} gives all replicas the same rows, so {layout.sizes['replica']} devices would do the same work; "
+            "use train.algorithm = @MeZO(), or rules='fsdp_tensor'"
+        )
 
 
 def _check_rows(config: TrainConfig, layout: Layout) -> None:
@@ -368,7 +380,8 @@ def _pipeline_costs(blueprint: Blueprint, config: TrainConfig) -> list[str]:
     """Return sentences about what pipeline stages cost besides bubbles: padding, and gradients of frozen kernels."""
     if config.layout is None or config.layout.stages == 1:
         return []
-    notes = [] if blueprint.adaptation is None else [
+    without = "optimizer" in config.algorithm.unused  # gradients
+    notes = [] if blueprint.adaptation is None or without else [
         "pipeline stages compute gradients of the frozen kernels, and from them those of the adapters: a step takes "
         "the time and memory of full training, except for optimizer state"
     ]  # fmt: skip

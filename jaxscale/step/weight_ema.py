@@ -56,6 +56,11 @@ class WeightEMA(Algorithm):
         return self.inner.unused
 
     @property
+    def spreads(self) -> bool:
+        """Whether the inner algorithm does."""
+        return self.inner.spreads
+
+    @property
     def in_formulas(self) -> bool:
         """Whether the planner's formulas cover the inner algorithm."""
         return self.inner.in_formulas

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jaxscale as js
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import Layout, shared_rows
 from jaxscale.models import TransformerConfig
 from jaxscale.plan.collectives import collectives
@@ -214,6 +214,12 @@ def test_what_does_not_fit_is_refused_and_what_has_no_effect_is_warned_of(caplog
     check(config(layout=Layout("replica=8", rules=shared_rows()), algorithm=MeZO(perturbations=4)))
     with raises_saying(ConfigError, "dropout to 0"):
         check(config(layout=Layout("pipeline=2"), model=dataclasses.replace(MODEL, dropout=0.1)))
+    with raises_saying(LayoutError, "the same rows", "@MeZO()", "rules='fsdp_tensor'"):
+        check(config(layout=Layout("replica=2", rules=shared_rows()), algorithm=js.step.Backprop()))
+    check(config(layout=Layout("replica=2", "fsdp_tensor"), algorithm=js.step.Backprop()))
+    caplog.clear()
+    check(config(model=dataclasses.replace(MODEL, param_dtype="bfloat16")))
+    assert any("which bfloat16 rounds in every step" in m for m in caplog.messages)
     caplog.clear()
     check(config(clip_norm=0.5, optimizer=js.optim.SGD()))
     assert [m.split(" = ")[0] for m in caplog.messages if "makes its own updates" in m] == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from jaxscale.step.state import Blueprint, TrainState
 if TYPE_CHECKING:
     from jaxscale.step.config import TrainConfig
 
+log = logging.getLogger("jaxscale")
 _STREAM = 0x4D655A4F  # folded into the step's key, so that perturbations are not dropout's random numbers
 
 
@@ -80,6 +82,11 @@ class MeZO(Algorithm):
     def unused(self) -> tuple[str, ...]:
         """The optimizer and its settings."""
         return ("optimizer", "clip_norm", "balance_rate")
+
+    @property
+    def spreads(self) -> bool:
+        """True: they share the evaluations."""
+        return True
 
     def infos(self, blueprint: Blueprint) -> dict[str, Tree]:
         """Return the infos of the parameters; there is no other state."""
@@ -188,6 +195,15 @@ class MeZO(Algorithm):
         if isinstance(config.optimizer, optax.GradientTransformation):
             raise ConfigError(_no_schedule(self))
         layout = config.layout
+        dtypes = {str(i.dtype) for i in jax.tree.leaves(self.infos(blueprint)["params"]) if not i.host} - {"float32"}
+        if dtypes and not spreads(layout):
+            log.warning(
+                "%s moves parameters by eps = %g and back in place, which %s rounds in every step; train float32 "
+                "parameters (Transformer.param_dtype)",
+                type(self).__name__,
+                self.eps,
+                " and ".join(sorted(dtypes)),
+            )
         if layout is None:
             return
         if layout.stages > 1 and getattr(config.model, "dropout", False):

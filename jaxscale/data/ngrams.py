@@ -19,7 +19,7 @@ class Embedder(Protocol):
     """Makes a vector of every document. Its `repr` names its settings: scores are cached by it."""
 
     def __call__(self, documents: Documents) -> Float32[np.ndarray, "n d"]:
-        """Return a vector of length 1 for each document.
+        """Return a vector for each document, of which only the direction counts.
 
         Args:
           documents: the documents.

@@ -78,6 +78,11 @@ class Pruned:
             raise DataError(f"pruned.keep = {self.keep!r}: must be above 0 and at most 1.")
         if self.order not in ORDERS:
             raise DataError(f"pruned.order = {self.order!r} does not exist{near(str(self.order), ORDERS)}")
+        if not callable(self.embed) or " at 0x" in repr(self.embed):
+            raise DataError(
+                f"pruned.embed = {self.embed!r}: must be a frozen dataclass with __call__, like NGrams(), since scores are "
+                "cached by its settings"
+            )
         if type(self.clusters) is not int or self.clusters < 1:
             raise DataError(f"pruned.clusters = {self.clusters!r}: must be a whole number of at least 1.")
         if type(self.seed) is not int or self.seed < 0:
@@ -171,7 +176,12 @@ class Pruned:
             pass
         except (OSError, ValueError, EOFError) as error:
             log.warning("%s cannot be read (%s); its scores are computed again", file, error)
-        scores = distances(self.embed(documents), self.clusters, self.seed)
+        vectors = np.asarray(self.embed(documents), np.float32)
+        if vectors.ndim != 2 or len(vectors) != count:
+            raise DataError(
+                f"pruned.embed returns an array {vectors.shape} for {count} documents; return a row for each"
+            )
+        scores = distances(vectors, self.clusters, self.seed)
         _write(file, scores)
         return scores
 
@@ -180,7 +190,7 @@ def distances(vectors: Float32[np.ndarray, "n d"], clusters: int, seed: int = 0)
     """Return the cosine distance of each vector to the nearest of the clusters that k-means finds.
 
     Args:
-      vectors: one for each document, of length 1.
+      vectors: one for each document; only their directions count.
       clusters: number of clusters.
       seed: of the choice of the first centers and, of very many vectors, of a sample.
 
@@ -191,6 +201,7 @@ def distances(vectors: Float32[np.ndarray, "n d"], clusters: int, seed: int = 0)
 
     if not np.isfinite(vectors).all():
         raise DataError("an embedding of a document is not finite; check pruned.embed")
+    vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     draw = np.random.default_rng(seed)
     sample = vectors if len(vectors) <= SAMPLE else vectors[np.sort(draw.choice(len(vectors), SAMPLE, replace=False))]
     first = sample[np.sort(draw.choice(len(sample), clusters, replace=False))]

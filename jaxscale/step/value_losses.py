@@ -55,6 +55,8 @@ class _Bins:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
+        if isinstance(self.low, str) or isinstance(self.high, str):
+            raise ConfigError(f"{name}.low = {self.low!r} and high = {self.high!r}: both must be numbers")
         if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
             raise ConfigError(f"{name}.low = {self.low} and high = {self.high}: low must be below high, both finite")
         if not isinstance(self.bins, int) or isinstance(self.bins, bool) or self.bins < 2:
@@ -84,7 +86,11 @@ class _Bins:
         Args:
           logits: of the bins.
           target: the values; no gradient flows into them.
+
+        Raises:
+          ConfigError: the last dimension is not that of the bins.
         """
+        self._check(logits)
         logs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
         return -jnp.sum(jax.lax.stop_gradient(self.probabilities(target)) * logs, axis=-1)
 
@@ -93,8 +99,20 @@ class _Bins:
 
         Args:
           logits: of the bins.
+
+        Raises:
+          ConfigError: the last dimension is not that of the bins.
         """
+        self._check(logits)
         return jax.nn.softmax(logits.astype(jnp.float32), axis=-1) @ jnp.asarray(self.centers, jnp.float32)
+
+    def _check(self, logits: Float[Array, "... n"]) -> None:
+        if logits.shape[-1:] != (self.bins,):
+            name = type(self).__name__
+            raise ConfigError(
+                f"{name} has {self.bins} bins and the logits are {tuple(logits.shape)}; their last dimension must be "
+                f"`{name}.outputs`"
+            )
 
     def _inside(self, target: Float[Array, "..."]) -> Float[Array, "... 1"]:
         return jnp.clip(jnp.asarray(target, jnp.float32), self.low, self.high)[..., None]

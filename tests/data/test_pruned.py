@@ -30,6 +30,11 @@ def texts(tmp_path_factory):
     return data.text_files(f"{root}/*.txt", heldout=0.1)
 
 
+class Wrong(data.NGrams):
+    def __call__(self, documents):
+        return np.zeros((2, 3))
+
+
 def texts_of(corpus):
     """The texts of the training documents."""
     documents = corpus.documents(BYTES, "train")
@@ -112,6 +117,9 @@ def test_what_cannot_be_pruned_is_named(texts):
         (lambda: data.pruned(texts, order="hard"), ("pruned.order", "did you mean 'hardest'?")),
         (lambda: data.pruned(texts, clusters=0), ("pruned.clusters = 0",)),
         (lambda: data.pruned(texts, seed=-1), ("pruned.seed = -1",)),
+        (lambda: data.pruned(texts, embed=None), ("pruned.embed = None", "NGrams()")),
+        (lambda: data.pruned(texts, embed=lambda documents: 0), ("pruned.embed", "dataclass")),
+        (lambda: texts_of(data.pruned(texts, clusters=3, embed=Wrong())), ("an array (2, 3)", "a row for each")),
         (lambda: data.NGrams(dimensions=100), ("NGrams.dimensions = 100", "power of two")),
         (lambda: texts_of(data.pruned(texts, clusters=1000)), ("pruned.clusters = 1000", "use fewer")),
     ):

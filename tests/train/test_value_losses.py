@@ -69,6 +69,8 @@ def test_settings_out_of_range_are_named():
         (lambda: HLGauss(1.0, 1.0), ("HLGauss.low = 1.0", "below high")),
         (lambda: TwoHot(0.0, float("inf")), ("TwoHot.low", "finite")),
         (lambda: TwoHot(0.0, 1.0, 1), ("TwoHot.bins = 1", "at least 2")),
+        (lambda: HLGauss("a", 1.0), ("HLGauss.low = 'a'", "numbers")),
+        (lambda: TwoHot(0.0, 1.0, 5).loss(jnp.zeros((2, 4)), jnp.zeros(2)), ("5 bins", "(2, 4)", "outputs")),
         (lambda: HLGauss(0.0, 1.0, sigma=0.0), ("HLGauss.sigma = 0.0", "above 0")),
     ):
         with raises_saying(ConfigError, *words):

@@ -80,8 +80,8 @@ class Pruned:
             raise DataError(f"pruned.order = {self.order!r} does not exist{near(str(self.order), ORDERS)}")
         if not callable(self.embed) or " at 0x" in repr(self.embed):
             raise DataError(
-                f"pruned.embed = {self.embed!r}: must be a frozen dataclass with __call__, like NGrams(), since scores are "
-                "cached by its settings"
+                f"pruned.embed = {self.embed!r}: must be a frozen dataclass with __call__, like NGrams(), since "
+                "scores are cached by its settings"
             )
         if type(self.clusters) is not int or self.clusters < 1:
             raise DataError(f"pruned.clusters = {self.clusters!r}: must be a whole number of at least 1.")

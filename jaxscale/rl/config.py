@@ -118,6 +118,24 @@ class RLConfig:
                 f"rl.max_tokens = {self.max_tokens} leaves no place for a prompt in train.seq_len = {config.seq_len}"
             )
 
+    def check_length(self, text: str, tokens: int, config: TrainConfig) -> None:
+        """Check that a row holds a prompt and what is generated after it.
+
+        Args:
+          text: the prompt.
+          tokens: its number of tokens.
+          config: the run's settings.
+
+        Raises:
+          ConfigError: it does not.
+        """
+        longest = tokens + self.max_tokens - 1
+        if longest > config.seq_len:
+            raise ConfigError(
+                f"the prompt {text[:60]!r} has {tokens} tokens; with rl.max_tokens = {self.max_tokens} it needs "
+                f"train.seq_len = {longest} or more"
+            )
+
 
 def config_of(config: TrainConfig) -> TrainConfig:
     """Return settings of `train` as reinforcement learning uses them: no evaluation, and GRPO by default.

@@ -24,6 +24,7 @@ from jaxscale.step import TrainConfig
 from jaxscale.step.objectives.policy_gradient import PolicyGradient
 from jaxscale.step.prepare import Prepared, check
 from jaxscale.step.step import batch_shardings
+from jaxscale.step.texts import text_ids
 from jaxscale.train.run import RunFolder
 from jaxscale.train.signals import stop_signals
 from jaxscale.train.start import FromRun
@@ -144,8 +145,9 @@ class _Loop:
         self.order = Shuffle(len(self.prompts))
         self.count = s.config.batch_size // settings.completions
         self.gap, self.failures = settings.gap(s.config), 0
-        for prompt in self.prompts:
-            self.sampler.ids(prompt)  # raises now, and not after hours
+        if s.run.imported is not None:  # whose tokenizer may open a prompt otherwise than `_prepare` assumes
+            for prompt in self.prompts:
+                self.sampler.ids(prompt)  # raises now, and not after hours
         self.s.reporter.say(
             f"{len(self.prompts):,} prompts · {self.count} prompts x {settings.completions} completions a step · "
             f"{s.config.objective.describe(s.config)} · {s.config.steps} steps · run folder {s.run.place}"
@@ -268,6 +270,8 @@ def _prepare(config: TrainConfig, *, settings: RLConfig) -> Prepared:
         _ = config.layout.device_mesh
     blueprint, schedule = check(config)
     prompts = cast(Prompts, config.data)
+    for prompt in prompts.prompts():
+        settings.check_length(prompt.text, len(text_ids(config, prompt.text)), config)
     values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
     fixed = {k: values[k] for k in ("completions", "max_tokens", "updates", "turns", "stop")}
     text = f"{prompts.fingerprint()} {config.batch_size} {config.seed} {sorted(fixed.items())}"

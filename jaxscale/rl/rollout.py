@@ -9,7 +9,6 @@ import numpy as np
 
 from jaxscale.data import Batch
 from jaxscale.data.prompts import Prompt
-from jaxscale.errors import ConfigError
 from jaxscale.infer.sampling import Sampling
 from jaxscale.rl.config import RLConfig
 from jaxscale.rl.rewards import Sample
@@ -50,12 +49,7 @@ class Sampler:
           ConfigError: `train.seq_len` does not hold it and `rl.max_tokens`.
         """
         ids: list[int] = self.session.run.prompt_ids(prompt.text).tolist()
-        longest = len(ids) + self.settings.max_tokens - 1
-        if longest > self.session.config.seq_len:
-            raise ConfigError(
-                f"the prompt {prompt.text[:60]!r} has {len(ids)} tokens; with rl.max_tokens = "
-                f"{self.settings.max_tokens} it needs train.seq_len = {longest} or more"
-            )
+        self.settings.check_length(prompt.text, len(ids), self.session.config)
         return ids
 
     def sample(self, prompts: Sequence[Prompt], seeds: Sequence[int], *, greedy: bool = False) -> list[Sample]:

@@ -77,6 +77,8 @@ def session(
     else:
         if folder is not None or resume:
             raise ConfigError("session of a run continues in its folder; pass folder= and resume= with settings only")
+        if not isinstance(run, RunFolder | str | Path):
+            raise ConfigError(f"session takes a run, its folder, or a TrainConfig, not {run!r}")
         opened = run if isinstance(run, RunFolder) else RunFolder(run)
         config = opened.as_left(opened.config)
         config, folder, resume = (

@@ -70,6 +70,8 @@ def grpo(
     known = {f.name for f in dataclasses.fields(TrainConfig)}
     if unknown := [k for k in settings if k not in known]:
         raise ConfigError(f"grpo has no setting '{unknown[0]}'; it has those of RLConfig and TrainConfig")
+    if isinstance(prompts, str):
+        raise ConfigError(f"prompts = {prompts!r}: must be a list of texts; write [{prompts!r}]")
     corpus = prompts if isinstance(prompts, Prompts) else PromptList(tuple(prompts), tuple(answers))
     changes: dict[str, Any] = {"data": corpus, **settings}
     if isinstance(run, TrainConfig):

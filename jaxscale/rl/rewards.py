@@ -21,7 +21,7 @@ Reward = Callable[..., Any]
 
 
 class RewardError(JaxscaleError, RuntimeError):
-    """A reward raised an error, took too long, or is no finite number."""
+    """A reward or tool raised an error, took too long, or returned something of the wrong kind."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -125,6 +125,23 @@ def test_results_of_tools_are_in_the_sequence_but_are_not_learned():
         assert s.forward_backward(batch_of([sample] * 8, [1.0] * 8, 20))["logprob_gap_max"] < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("answer", "message"), [(lambda: 1 / 0, "raised ZeroDivisionError"), (lambda: 3, "returned 3")]
+)
+def test_a_tool_that_fails_skips_the_step(answer, message):
+    own = dataclasses.replace(OWN, turns=2, tool=lambda sample: answer(), patience=1)
+    with pytest.raises(RewardError, match=f"the tool <lambda> {message}"):
+        run(own=own, folder="one")
+    assert read_skips(js.load("one").path / "skipped.jsonl")[0]["step"] == 1
+
+
+def test_a_text_is_not_a_list_of_prompts():
+    with pytest.raises(ConfigError, match="must be a list of texts; write \\['1"):
+        js.rl.grpo(CONFIG, prompts="1+1=", reward=small)
+    with pytest.raises(ConfigError, match="session takes a run, its folder, or a TrainConfig, not None"):
+        js.session(None)
+
+
 def test_dapo_draws_other_prompts_for_groups_with_one_reward():
     prompts = [p.text for p in CONFIG.data.prompts()]
     dull = set(prompts[:4])

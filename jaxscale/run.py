@@ -107,6 +107,29 @@ class Run(RunFolder):
 
         return stream(self, prompt, **options)
 
+    def rewards(self, prompts: Any, answers: Any, **options: Any) -> Any:
+        """Return the rewards that this run's reward model gives to answers; see `jaxscale.infer.rewards`.
+
+        Args:
+          prompts: texts, or lists of messages.
+          answers: an answer to each prompt.
+          **options: see `jaxscale.infer.rewards`.
+        """
+        from jaxscale.infer.heads import rewards
+
+        return rewards(self, prompts, answers, **options)
+
+    def classify(self, texts: Any, **options: Any) -> Any:
+        """Return the probabilities of classes, or predicted numbers, of texts; see `jaxscale.infer.classify`.
+
+        Args:
+          texts: the texts.
+          **options: see `jaxscale.infer.classify`.
+        """
+        from jaxscale.infer.heads import classify
+
+        return classify(self, texts, **options)
+
     def chat(self, messages: Sequence[Any], **options: Any) -> Any:
         """Generate the assistant's next message of a conversation; see `jaxscale.infer.chat`.
 

@@ -56,7 +56,7 @@ class ConversationFiles:
         """
         tokenizer = needed(tokenizer, self.name)
         try:
-            text = self._template(tokenizer).text
+            text = self.chat_template(tokenizer).text
         except DataError:
             text = ""  # only conversations need a template; the first one raises this error again
         opening = getattr(tokenizer, "opening", ())
@@ -83,7 +83,7 @@ class ConversationFiles:
 
     def encode(self, piece: Piece, tokenizer: Tokenizer) -> Encoded:
         """Tokenize the lines of a piece, with masks of the tokens to learn."""
-        template = functools.cache(lambda: self._template(tokenizer))
+        template = functools.cache(lambda: self.chat_template(tokenizer))
 
         def documents() -> Iterator[Document]:
             for n, line in piece.records.numbered():
@@ -116,7 +116,15 @@ class ConversationFiles:
         """
         return None if tokenizer is None else tokenizer.vocab_size
 
-    def _template(self, tokenizer: Tokenizer) -> ChatTemplate:
+    def chat_template(self, tokenizer: Tokenizer) -> ChatTemplate:
+        """Return the chat template that writes conversations.
+
+        Args:
+          tokenizer: the tokenizer, whose folder may have one.
+
+        Raises:
+          DataError: there is none.
+        """
         where = self.template or getattr(tokenizer, "folder", None)
         if where is None:
             raise DataError(

@@ -57,6 +57,7 @@ def load_model(
     generation: bool = False,
     length: int | None = None,
     weights: WeightFormat | None = None,
+    text: bool = True,
 ) -> Loaded:
     """Load a run's model onto a layout; the parameters that were read last are reused (`Run.session`).
 
@@ -68,13 +69,15 @@ def load_model(
         since a sequence would depend on others in the step.
       length: the most tokens of a sequence, for position encodings that depend on it.
       weights: a weight format for the matrices that it supports; by default as they were trained.
+      text: check that the model can continue text.
 
     Raises:
       CheckpointError: there is no such checkpoint.
       RunError: the run has no checkpoint.
       LayoutError: the model does not fit the layout.
     """
-    check_texts(run.config)
+    if text:
+        check_texts(run.config)
     live = run.state is not None and step is None
     if live and layout is None:
         layout = run.config.layout

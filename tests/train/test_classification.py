@@ -176,6 +176,17 @@ def test_a_classifier_learns(tmp_path):
     rows = run.metrics()
     assert rows[0]["loss"] == pytest.approx(np.log(3), rel=1e-6)  # the head is zeros
     assert rows[-1]["eval_accuracy"] == 1 and rows[-1]["loss"] < 0.1
+    lines = list(texts())
+    got = run.classify([line["text"] for line in lines])
+    assert got.argmax(1).tolist() == [line["label"] for line in lines]
+    ids = np.array([[TOKENS.eos_id, *TOKENS.encode(line["text"])] for line in lines])
+    module = run.model()
+    want = jax.jit(lambda ids: jax.nn.softmax(module.scores(module.backbone.hidden(ids)[:, -1])))(ids)
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-5)
+    with raises_saying(ConfigError, "texts = 'abc': must be a list of texts"):
+        run.classify("abc")
+    with raises_saying(ConfigError, "texts[1] = '': must be a text"):
+        run.classify(["abc", ""])
 
 
 def test_labels_out_of_range_are_refused_before_training(tmp_path):

@@ -14,7 +14,7 @@ from flax import nnx
 
 import jaxscale as js
 from jaxscale.data import preference_files
-from jaxscale.errors import CheckpointError, ConfigError
+from jaxscale.errors import CheckpointError, ConfigError, DataError
 from jaxscale.models import TransformerConfig, WithHead
 from jaxscale.step import DPO, LoRA, NextToken, RewardModel, TrainConfig, Unfreeze, describe_model
 from jaxscale.step.objective import terms_of
@@ -143,6 +143,7 @@ def test_a_reward_model_starts_from_a_run_of_its_backbone(backbone, tmp_path):
     rows = run.metrics()
     assert rows[0]["loss"] == pytest.approx(np.log(2), rel=1e-6)  # the head is zeros
     assert rows[-1]["accuracy"] == 1 and rows[-1]["loss"] < 0.3
+    _rewards_are_the_heads_outputs(js.load(run.path), tmp_path)
     # from a run with a head, that head is read as well
     more = js.fit(
         run=tmp_path / "more",
@@ -154,6 +155,44 @@ def test_a_reward_model_starts_from_a_run_of_its_backbone(backbone, tmp_path):
         **SETTINGS,
     )
     assert more.metrics()[0]["loss"] < 0.3
+
+
+def _rewards_are_the_heads_outputs(run, tmp_path):
+    """Those of a batch are those of each answer alone, also of empty answers and longer ones than in training."""
+    answers = ["acdac", "abdac", "", "a", "ccdab" * 5]
+    prompts = ["x", "x", "x", "", "x"]
+    got = run.rewards(prompts, answers, rows=3)
+    assert got.shape == (5,) and got.dtype == np.float32 and got[0] > got[1] + 1
+    module, tokens = run.model(), run.tokenizer
+    forward = jax.jit(lambda ids: module.scores(module.backbone.hidden(ids)[:, -1])[0, 0])
+    for reward, prompt, answer in list(zip(got, prompts, answers, strict=True))[1:]:
+        ids = [tokens.eos_id, *tokens.encode(prompt), *tokens.encode(answer)]
+        np.testing.assert_allclose(reward, forward(jnp.asarray([ids])), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(run.rewards(prompts, answers, layout=js.Layout("data=2,tensor=2")), got, rtol=1e-4)
+    assert run.rewards([], []).shape == (0,)
+    user, good = {"role": "user", "content": "x"}, {"role": "assistant", "content": "acd"}
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    (tmp_path / "t.jinja").write_text(template)
+    run.config = dataclasses.replace(run.config, data=preference_files("", template=str(tmp_path / "t.jinja")))
+    assert np.isfinite(run.rewards([[user]], [[good]])).all()
+    with raises_saying(ConfigError, "prompts = 'x': must be a list"):
+        run.rewards("x", ["a"])
+    with raises_saying(ConfigError, "2 prompts and 1 answers"):
+        run.rewards(["x", "x"], ["a"])
+    with raises_saying(ConfigError, "prompts[0] and answers[0] are both empty"):
+        run.rewards([""], [""])
+    with raises_saying(DataError, "must be two texts, or two lists of messages"):
+        run.rewards(["x"], [[good]])
+    with raises_saying(ConfigError, "classify needs a run with train.objective = @Classification()"):
+        run.classify(["x"])
+
+
+def test_a_language_model_gives_no_rewards(backbone):
+    with raises_saying(ConfigError, "rewards needs a run with train.objective = @RewardModel()", "has @NextToken()"):
+        backbone.rewards(["x"], ["y"])
 
 
 def test_the_backbones_parameters_are_those_of_its_run(backbone):

@@ -91,8 +91,9 @@ class FromRun:
         ]
         if wrong:
             more = f", and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            setting = "train.model" if _shared(infos, stored) is infos else "WithHead.backbone"
             raise CheckpointError(
-                f"the model of {self.path} is not this one: {'; '.join(wrong[:8])}{more}; leave out train.model to use "
+                f"the model of {self.path} is not this one: {'; '.join(wrong[:8])}{more}; leave out {setting} to use "
                 "that run's model"
             )
 

@@ -24,7 +24,6 @@ from jaxscale.step import (
     HLGauss,
     SquaredError,
     TrainConfig,
-    TwoHot,
     blueprint_of,
     describe_model,
     make_loss_and_grads,
@@ -81,7 +80,7 @@ def test_the_loss_is_the_cross_entropy_of_the_class():
     assert all(np.any(x) for x in jax.tree.leaves(grads["score"]))
 
 
-@pytest.mark.parametrize("loss", [SquaredError(), HLGauss(-1.0, 3.0, bins=9), TwoHot(-1.0, 3.0, bins=5)], ids=str)
+@pytest.mark.parametrize("loss", [SquaredError(), HLGauss(-1.0, 3.0, bins=9)], ids=str)
 def test_values_have_the_loss_of_the_setting(loss):
     model = dataclasses.replace(MODEL, outputs=loss.outputs)
     outputs, value, metrics, _ = run_on(model, Classification(loss))

@@ -207,13 +207,16 @@ def test_the_backbones_parameters_are_those_of_its_run(backbone):
 def test_other_differences_are_refused(backbone):
     start = FromRun(str(backbone.path))
     wide = WithHead(dataclasses.replace(backbone.config.model, width=32))
-    with raises_saying(CheckpointError, "embed/weight is [256, 16] there and [256, 32] here"):
+    with raises_saying(
+        CheckpointError, "embed/weight is [256, 16] there and [256, 32] here", "leave out WithHead.backbone"
+    ):
         start.check(describe_model(wide)[1])
     deep = WithHead(dataclasses.replace(backbone.config.model, qk_norm=True))
     with raises_saying(CheckpointError, "is missing there"):
         start.check(describe_model(deep)[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("adapters", [LoRA(rank=2), Unfreeze(("score", "norm"))], ids=["LoRA", "Unfreeze"])
 def test_adapters_train_the_head(backbone, tmp_path, adapters):
     start = FromRun(str(backbone.path))

@@ -181,7 +181,8 @@ def load(own: Path | None, args: argparse.Namespace, bindings: list[str], also: 
         settings = read_config(own.parent, bindings)
     elif args.config is not None or getattr(args, "start", None):
         if getattr(args, "start", None):
-            bindings = [*bindings, "train.start = @FromRun()", f"FromRun.path = {args.start!r}"]
+            # a scope of its own: the file's FromRun.path may be that of a teacher
+            bindings = [*bindings, "train.start = @start/FromRun()", f"start/FromRun.path = {args.start!r}"]
         try:
             gin_config.load([] if args.config is None else [args.config], bindings)
         except ConfigError as e:

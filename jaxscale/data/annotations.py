@@ -76,6 +76,18 @@ class Annotated:
         return self.data.token_ids(tokenizer) if hasattr(self.data, "token_ids") else None
 
 
+def annotated_by(corpus: object) -> dict[str, Any] | None:
+    """Return what computed the arrays of an annotated corpus: "run" (its id), "path" and "step"; else `None`.
+
+    Args:
+      corpus: any corpus.
+
+    Raises:
+      DataError: the folder is missing or damaged.
+    """
+    return read_meta(Path(corpus.folder).expanduser())["by"] if isinstance(corpus, Annotated) else None
+
+
 class AnnotatedRows:
     """A source with further arrays.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
@@ -76,6 +77,9 @@ class Objective:
       reference: whether `terms` also takes the model with the parameters that the run started from (`train.start`), as
         preference optimisation does. These are frozen; with adapters they are the parameters under the adapters.
       teacher: where the model that `terms` takes as `reference` is from, if it is another one, as in distillation.
+      needs_start: whether runs must begin with trained parameters (`train.start`).
+      unit: unit of "loss", for messages, such as "nats per token".
+      advice: by name of an array: what to do if the data does not have it.
       evaluated: the `metrics` that an evaluation reports, as `eval_NAME`.
     """
 
@@ -85,6 +89,9 @@ class Objective:
     in_formulas: ClassVar[bool] = False
     reference: bool = False
     teacher: Start | None = None
+    needs_start: ClassVar[bool] = False
+    unit: ClassVar[str] = ""
+    advice: ClassVar[Mapping[str, str]] = MappingProxyType({})
     evaluated: ClassVar[tuple[str, ...]] = ("loss",)
 
     def inputs(self, config: TrainConfig) -> dict[str, Input]:
@@ -188,6 +195,7 @@ class NextToken(Objective):
 
     staged: ClassVar[bool] = True
     in_formulas: ClassVar[bool] = True
+    unit: ClassVar[str] = "nats per token"
     both_ways: ClassVar[bool] = False
     """Whether tokens may attend to later tokens."""
     loss: Loss = AutoLoss()

@@ -16,8 +16,9 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from jaxscale.data import Batch, Corpus, Loader, Source, heldout_batches, to_devices
+from jaxscale.data.annotations import annotated_by
 from jaxscale.data.loader import arrays_of
-from jaxscale.errors import ConfigError, DataError, LayoutError, near
+from jaxscale.errors import ConfigError, DataError, JaxscaleError, LayoutError, near
 from jaxscale.layout import Layout, filled_notes, shardings_of
 from jaxscale.models.base import ChecksRows, CutsSequences, LanguageModelConfig, ReadsTokens
 from jaxscale.optim import state_infos
@@ -164,9 +165,10 @@ def _check_arrays(source: Source, config: TrainConfig) -> None:
     objective, arrays = type(config.objective).__name__, arrays_of(source)
     for name, declared in config.objective.inputs(config).items():
         if name not in arrays:
+            advice = config.objective.advice.get(name)
             raise DataError(
-                f"{objective} needs an array '{name}', but the corpus '{source.name}' has "
-                f"none{near(name, arrays)}; its rows have {', '.join(arrays)}"
+                f"{objective} needs an array '{name}', but the corpus '{source.name}' has none"
+                + (f"; {advice}" if advice else f"{near(name, arrays)}; its rows have {', '.join(arrays)}")
             )
         shape, dtype = arrays[name]
         if (tuple(declared.shape), np.dtype(declared.dtype)) != (shape, dtype):
@@ -226,6 +228,21 @@ def _check_vocab(name: str, ids: int, config: TrainConfig) -> None:
         )
 
 
+def _other_reference(config: TrainConfig) -> list[str]:
+    """Return a sentence if the cached reference is not the model that the run starts from."""
+    start = config.start
+    try:
+        by = annotated_by(config.data) if config.objective.needs_start else None
+        if by is None or start is None or (by["run"], by["step"]) == (start.run.info.get("id"), start.step):
+            return []
+    except JaxscaleError:  # no folder, which opening the data reports; or a resumed run whose start was deleted
+        return []
+    return [
+        f"the cached reference is step {by['step']} of {by['path']}, but the run starts from step {start.step} of "
+        f"{start.path}"
+    ]
+
+
 def check(config: TrainConfig) -> tuple[Blueprint, Schedule | None]:
     """Check all of a run that can be checked without data, and with `Layout.abstract` without devices.
 
@@ -243,7 +260,8 @@ def check(config: TrainConfig) -> tuple[Blueprint, Schedule | None]:
     """
     for tracker in config.trackers:
         tracker.check()
-    if config.objective.reference and config.objective.teacher is None and config.start is None:
+    objective = config.objective
+    if config.start is None and (objective.needs_start or objective.reference and objective.teacher is None):
         raise ConfigError(
             f"{type(config.objective).__name__} compares with the parameters that a run starts from; set train.start, "
             "such as FromRun('runs/base') (jaxscale train --from RUN)"
@@ -257,6 +275,7 @@ def check(config: TrainConfig) -> tuple[Blueprint, Schedule | None]:
         *_pipeline_costs(blueprint, config),
         *without_effect(config, blueprint),
         *_replicated_state(blueprint),
+        *_other_reference(config),
         *slow,
     ):
         log.warning("%s", sentence)

@@ -39,6 +39,7 @@ class Reporter:
         self._task: Any = None
         self._last_line = 0.0
         self._started = False
+        self._unit = ""
 
     def say(self, text: str) -> None:
         """Print one line."""
@@ -62,7 +63,7 @@ class Reporter:
           folder: its folder.
           first: the step it continues from, or 0.
         """
-        blueprint = prepared.blueprint
+        blueprint, self._unit = prepared.blueprint, config.objective.unit
         layout = "one device, no mesh" if config.layout is None else str(config.layout)
         self.table(f"parameters, laid out {layout}", describe(blueprint.infos, config.layout))
         if config.start is not None:
@@ -140,8 +141,7 @@ class Reporter:
         if "eval_loss" in row:
             others = [k for k in row if k.startswith("eval_") and k != "eval_loss"]
             more = [f"{k.removeprefix('eval_')} {row[k]:.3f}" for k in others]
-            nats = " nats per token" if unit == "tokens" else ""
-            loss = f"held-out loss {row['eval_loss']:.3f}{nats}"
+            loss = f"held-out loss {row['eval_loss']:.3f} {self._unit}".rstrip()
             self._above(f"step {row['step']}: {', '.join([loss, *more])}")
         if self._progress is not None:
             self._progress.update(self._task, completed=row["step"], numbers=numbers)

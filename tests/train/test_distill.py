@@ -266,3 +266,44 @@ def test_what_does_not_fit_is_refused(teacher, tmp_path):
     )
     with raises_saying(ConfigError, "the last pipeline stage cannot compute Distill"):
         js.step.prepare(settled(staged))
+
+
+def test_from_names_the_start_and_leaves_the_teacher(teacher, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = js.fit(model=STUDENT, layout=None, steps=1, run=tmp_path / "base", **ROWS, **QUIET)
+    (tmp_path / "c.gin").write_text(f"""
+train.data = @synthetic()
+synthetic.vocab_size = {VOCAB}
+synthetic.documents = 200
+synthetic.length = 12
+train.objective = @Distill()
+Distill.teacher = @FromRun()
+FromRun.path = "{teacher.path}"
+train.seq_len = 12
+train.batch_size = 8
+train.eval_batches = 0
+train.segments = False
+train.steps = 1
+""")
+    assert main(["train", "c.gin", "--from", str(base.path), "--run", "r"]) == 0
+    info = js.load(tmp_path / "r").info
+    assert (info["start"]["run"], info["teacher"]["run"]) == (str(base.path), str(teacher.path))
+
+
+def test_a_cached_reference_is_compared_with_the_start(teacher, tmp_path, caplog):
+    config = TrainConfig(model=TEACHER, layout=None, objective=DPO(cached=True), steps=1, **ROWS)
+    annotate(config, teacher, tmp_path / "a", say=lambda _: None)
+    config = dataclasses.replace(config, data=annotated(CORPUS, str(tmp_path / "a")))
+    with raises_saying(ConfigError, "DPO compares with the parameters that a run starts from", "--from RUN"):
+        js.fit(config, run=tmp_path / "none", **QUIET)
+    js.fit(config, start=start(teacher), run=tmp_path / "same", **QUIET)
+    assert "cached reference" not in caplog.text
+    other = js.fit(model=TEACHER, layout=None, steps=1, run=tmp_path / "other", **ROWS, **QUIET)
+    js.fit(config, start=start(other), run=tmp_path / "run", **QUIET)
+    assert f"the cached reference is step 30 of {teacher.path}, but the run starts from step 1 of" in caplog.text
+
+
+def test_an_array_that_is_missing_is_one_to_compute(tmp_path):
+    config = TrainConfig(model=STUDENT, layout=None, objective=Distill(top=4), **ROWS)
+    with raises_saying(DataError, "Distill needs an array 'teacher_ids'", "jaxscale annotate CONFIG --by RUN"):
+        js.fit(config, run=tmp_path / "run", **QUIET)

@@ -6,6 +6,7 @@ A row is one document: a prompt, whose tokens have weight 0, and an answer. `pre
 from __future__ import annotations
 
 import dataclasses
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jaxscale.parallel import as_weight
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import Batch, Input, Objective, Totals, hidden_of
 from jaxscale.step.objectives.pairs import Pairs, sums_of_pairs
-from jaxscale.step.objectives.token_objective import TokenObjective
+from jaxscale.step.objectives.token_objective import ANNOTATE, TokenObjective
 
 CACHED = "reference_logprobs"
 """The array of a batch with the reference's log-probability of each target, float32 (B, S)."""
@@ -51,6 +52,8 @@ class Answers(NamedTuple):
 
 class AnswerObjective(TokenObjective):
     """Base of objectives of whole answers."""
+
+    advice = MappingProxyType({CACHED: ANNOTATE})
 
     def answers(
         self, model: LanguageModel, batch: Batch, key: Array | None, reference: nnx.Module | None

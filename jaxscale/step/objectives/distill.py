@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import jax
@@ -20,7 +22,7 @@ from jaxscale.parallel import Logits, logprobs_at, token_logprobs, vocabulary_su
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import Batch, Input, NextToken, Totals, hidden_of
 from jaxscale.step.objectives.divergences import Divergence, ForwardKL
-from jaxscale.step.objectives.token_objective import TokenObjective, check_number
+from jaxscale.step.objectives.token_objective import ANNOTATE, TokenObjective, check_number
 from jaxscale.step.start import Start
 
 IDS, LOGPROBS = "teacher_ids", "teacher_logprobs"
@@ -56,6 +58,8 @@ class Distill(TokenObjective):
     """
 
     evaluated: ClassVar[tuple[str, ...]] = ("loss", "cross_entropy")
+    unit: ClassVar[str] = "nats per token"
+    advice: ClassVar[Mapping[str, str]] = MappingProxyType({IDS: ANNOTATE, LOGPROBS: ANNOTATE})
     teacher: Start | None = None
     divergence: Divergence = ForwardKL()
     temperature: float = 1.0

@@ -35,6 +35,7 @@ class DPO(Preference):
       ConfigError: `beta` is not above 0, or `label_smoothing` not from 0 to below 0.5.
     """
 
+    needs_start = True
     beta: float = 0.1
     label_smoothing: float = 0.0
     cached: bool = False

@@ -32,6 +32,7 @@ class IPO(Preference):
       ConfigError: `beta` is not above 0.
     """
 
+    needs_start = True
     beta: float = 0.1
     cached: bool = False
 

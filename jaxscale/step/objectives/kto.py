@@ -44,6 +44,8 @@ class KTO(AnswerObjective):
     """
 
     group = 2
+    needs_start = True
+    unit = "per answer"
     evaluated = ("loss", "reward_margin")
     beta: float = 0.1
     desirable_weight: float = 1.0

@@ -14,6 +14,7 @@ class Pairs(Objective):
     """Base of objectives of pairs: of two consecutive rows, the first answer is preferred to the second."""
 
     group = 2
+    unit = "per pair"
     evaluated = ("loss", "accuracy")
 
     def weights(self, batch: Batch, parts: int) -> Totals:

@@ -12,6 +12,9 @@ from jaxscale.step.config import TrainConfig
 from jaxscale.step.loss import AutoLoss, Loss
 from jaxscale.step.objective import Input, NextToken, Objective, check_language_model
 
+ANNOTATE = "write it with jaxscale annotate CONFIG --by RUN, and read it with train.data = @annotated()"
+"""What to do if the data has no array that another model computes."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenObjective(Objective):

@@ -23,6 +23,9 @@ def add(commands: Any) -> None:
         formatter_class=TEXT,
     )
     parser.add_argument("config", metavar="CONFIG", help="the gin file of the run that reads it")
+    parser.add_argument(
+        "--gin.NAME=VALUE", action="store_true", dest="unused", help="change a binding, such as --gin.Distill.top=64"
+    )
     parser.add_argument("--by", metavar="RUN", required=True, help="the run of the teacher or reference")
     parser.add_argument("--out", metavar="FOLDER", help="the folder to write (default: annotated.folder of the config)")
     parser.add_argument("--step", type=int, metavar="N", help="step of its checkpoint (default: the newest)")

@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
         description="Samples completions of prompts, rewards them and trains the model on them, with the settings "
         "train.* and rl.* of a\ngin file: train.data are the prompts, train.objective is the method, rl.reward is the "
         "function.\nCtrl-C and SIGTERM stop after the current step, with a checkpoint.\n\n"
-        "  jaxscale rl experiments/reinforce/arithmetic.gin --from runs/base\n"
+        "  jaxscale rl sums.gin --from runs/base\n"
         "  jaxscale rl my.gin --from runs/base --run runs/better --continue",
         formatter_class=TEXT,
     )

@@ -356,7 +356,12 @@ class TrainingSession:
         """Return the compiled gradients of an objective, which are added to those before."""
         if objective not in self._programs:
             objective.check(self.config)
-            blueprint = self.prepared.blueprint
+            blueprint, own = self.prepared.blueprint, self.config.objective
+            if objective.reference and not (own.reference and objective.teacher == own.teacher):
+                raise ConfigError(
+                    f"{type(objective).__name__} compares with a frozen model that this session has not read; open the "
+                    "session with train.objective set to an objective with that model"
+                )
             gradients = make_loss_and_grads(blueprint, objective=objective, accumulate=self.config.accumulate)
 
             def program(state: TrainState, batch: Tree, weights: Totals | None, before: Tree | None) -> Any:

@@ -124,7 +124,8 @@ def _next_steps(run: Run, config: TrainConfig) -> str:
     stopped = run.info.get("status") == "stopped"
     own = imports_of(run)
     more = "" if stopped else f" --gin.train.steps={config.steps * 2}"
-    look = f"report {run.place}" if no_texts(config) else f'sample {run.place} --prompt "class "{own}'
+    prompt = ' --prompt "class "' if config.data.name == "python_stdlib" else ""
+    look = f"report {run.place}" if no_texts(config) else f"sample {run.place}{prompt}{own}"
     picture = "loss.png, " if (run.path / "loss.png").exists() else ""
     return (
         f"the run is in {run.place}: {picture}metrics.jsonl, config.gin, run.json, checkpoints/\n"

@@ -91,7 +91,9 @@ def grow(
         _check_state(run)
         manifest = run.checkpoints.manifest(step)
         state, blueprint = _grown_state(run, growths, step, layout)
-        same: dict[str, Any] = {name: manifest[name] for name in ("data", "rows", "steps") if name in manifest}
+        same: dict[str, Any] = {
+            name: manifest[name] for name in ("data", "rows", "steps", "teacher") if name in manifest
+        }
         facts |= {"step": step}
         new = begin(run, out, grown, facts, "growing")
         store = checkpoints_in(new.path)

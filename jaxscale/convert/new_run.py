@@ -76,7 +76,7 @@ def begin(source: Run, out: str | Path, config: TrainConfig, facts: dict[str, An
             )
         own: dict[str, Any] = {"id": os.urandom(8).hex(), **about(config, "")}
         del own["data"], own["loss"]  # this run was not trained
-        own |= {"start": source.info["start"]} if "start" in source.info else {}
+        own |= {name: source.info[name] for name in ("start", "teacher") if name in source.info}
         own |= {"status": status, "step": WEIGHTS_STEP, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts}
         write_json(path / INFO, own)
     agree.broadcast(0)  # wait until process 0 has made the folder

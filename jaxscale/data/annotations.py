@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Int64
 
+from jaxscale.buckets import is_url
 from jaxscale.config import register
 from jaxscale.data.batch import Batch, Corpus, Ordered, Source
 from jaxscale.data.checked import Checked, digests_of
@@ -53,6 +54,7 @@ class Annotated:
     def __post_init__(self) -> None:
         if isinstance(self.data, type) or not hasattr(self.data, "source"):
             raise DataError(f"annotated.data must be a corpus such as preference_files(), not {self.data!r}")
+        check_folder(self.folder)
 
     def source(
         self,
@@ -74,6 +76,19 @@ class Annotated:
           tokenizer: the tokenizer.
         """
         return self.data.token_ids(tokenizer) if hasattr(self.data, "token_ids") else None
+
+
+def check_folder(folder: str | Path) -> None:
+    """Check that a folder of arrays is not in a bucket.
+
+    Args:
+      folder: the folder.
+
+    Raises:
+      DataError: it is a URL.
+    """
+    if is_url(folder):
+        raise DataError(f"{folder} is in a bucket, and annotations are read from a disk; name a local folder")
 
 
 def annotated_by(corpus: object) -> dict[str, Any] | None:
@@ -105,6 +120,7 @@ class AnnotatedRows:
             raise DataError(f"'{rows.name}' orders its rows itself; annotate the corpora that it consists of")
         self._rows, self.folder = rows, folder
         self.name, self.vocab_size, self.seq_len = rows.name, rows.vocab_size, rows.seq_len
+        self.grouping = getattr(rows, "grouping", None)
         meta = read_meta(folder)
         if split not in meta["splits"]:
             raise DataError(f"{folder} has no {split} rows{near(split, meta['splits'])}; {ADVICE}")

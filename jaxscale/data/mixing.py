@@ -144,6 +144,8 @@ class MixtureSource:
     ):
         self.sources, self.name = tuple(sources), name
         self.seq_len = sources[0].seq_len
+        kinds = {getattr(source, "grouping", None) for source in sources}
+        self.grouping = kinds.pop() if len(kinds) == 1 else "mixed rows"
         self.vocab_size = max(source.vocab_size for source in sources)
         self.counts = self._counts(weights)
         self._later = [(step, self._counts(later)) for step, later in schedule]

@@ -31,7 +31,8 @@ class OneDocumentRows:
     """
 
     def __init__(self, documents: Documents, seq_len: int, *, group: int, too_long: str, setting: str, apart: int = 0):
-        self.documents, self.seq_len, self.group = documents, seq_len, group
+        self.documents, self.seq_len = documents, seq_len
+        self.grouping = "pairs" if group == 2 else "documents"
         self.name, self.vocab_size = documents.name, documents.vocab_size
         described = f"{documents.fingerprint} one document {seq_len} {group} {too_long}"
         self.fingerprint = hashlib.sha256(described.encode()).hexdigest()
@@ -47,6 +48,15 @@ class OneDocumentRows:
                 f"{seq_len} (the longest has {longest} tokens); set train.seq_len = {longest}, or {setting} = 'cut' or "
                 "'drop'"
             )
+        if too_long == "cut":
+            assert documents.learned is not None
+            first = documents.starts[long]
+            lost = sum(not documents.learned[np.arange(at, at + seq_len)].any() for at in first)
+            if lost:
+                raise DataError(
+                    f"{lost} documents of '{self.name}' have prompts that fill train.seq_len = {seq_len} tokens, so "
+                    f"nothing to learn is left; use a larger one, or {setting} = 'drop'"
+                )
         if too_long == "drop":
             whole = ~long.reshape(-1, group).any(1)
             self.numbers = np.flatnonzero(np.repeat(whole, group))

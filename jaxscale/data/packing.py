@@ -83,6 +83,7 @@ class _Packed:
     """Base of the packings."""
 
     packing: str
+    grouping = "documents"
 
     def __init__(self, documents: Documents, seq_len: int):
         self.documents, self.seq_len = documents, seq_len

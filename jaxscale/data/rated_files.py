@@ -82,6 +82,8 @@ class RatedFiles(ConversationFiles):
 class _Rated:
     """A source whose rows 2i and 2i + 1 are document i, and its prompt with the answer of document i + 1."""
 
+    grouping = "rated answers"
+
     def __init__(self, answers: OneDocumentRows):
         self._answers = answers
         self.name, self.vocab_size, self.seq_len = answers.name, answers.vocab_size, answers.seq_len

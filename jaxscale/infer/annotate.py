@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxscale.data import Batch, Source
-from jaxscale.data.annotations import Annotated, write_annotations
+from jaxscale.data.annotations import Annotated, check_folder, write_annotations
 from jaxscale.data.loader import filled, weighted
 from jaxscale.errors import ConfigError
 from jaxscale.infer.forward import replicated
@@ -63,14 +63,18 @@ def annotate(
       The folder.
 
     Raises:
-      ConfigError: the objective reads nothing of the kind, the folder is not known, or the vocabularies differ.
-      DataError: the folder exists, or the corpus cannot be read.
+      ConfigError: the objective reads nothing of the kind, the folder is not known, the vocabularies differ, or `rows`
+        is below 1.
+      DataError: the folder exists or is in a bucket, or the corpus cannot be read.
     """
     corpus = config.data
     if isinstance(corpus, Annotated):
         folder, corpus = folder or corpus.folder, corpus.data
     if folder is None:
         raise ConfigError("the config's train.data is not @annotated(), so name the folder to write with --out")
+    check_folder(folder)
+    if rows < 1:
+        raise ConfigError(f"rows = {rows}: a batch has at least 1 row")
     inputs = config.objective.inputs(config)
     names = [n for n in (IDS, LOGPROBS, CACHED) if n in inputs]
     if not names:
@@ -85,6 +89,8 @@ def annotate(
         split: corpus.source(config.tokenizer, seq_len=config.seq_len, split=split, packing=config.packing)
         for split in splits
     }
+    for source in sources.values():
+        config.objective.check_data(source, config)
     parts = 1 if loaded.layout is None else loaded.layout.split("batch")
     size = -(-rows // parts) * parts
     sharding = batch_sharding(loaded.layout, size, config.seq_len)

@@ -45,7 +45,7 @@ class Logits:
     softcap: float | None = None
 
     def at(self, temperature: float) -> Logits:
-        """Return the logits divided by a temperature (hidden states are divided in their dtype, and rounded to it).
+        """Return the logits divided by a temperature; the divided hidden states are rounded to their dtype.
 
         Args:
           temperature: above 0.
@@ -53,7 +53,8 @@ class Logits:
         if temperature == 1.0:
             return self
         cap = None if self.softcap is None else self.softcap / temperature
-        return Logits(self.hidden / jnp.asarray(temperature, self.hidden.dtype), self.head, cap)
+        hidden = (self.hidden.astype(jnp.float32) / temperature).astype(self.hidden.dtype)
+        return Logits(hidden, self.head, cap)
 
 
 def token_logprobs(
@@ -63,13 +64,13 @@ def token_logprobs(
 
     Args:
       logits: of the positions that predict the ids.
-      ids: from 0 to V - 1; the result for others is NaN.
+      ids: from 0 to V - 1; under `jit` the result for others is NaN.
       temperature: what logits are divided by.
       implementation: of the kernel (see `sharded_cross_entropy`).
 
     Raises:
       LayoutError: a dimension that does not divide.
-      KernelError: an implementation that is not supported here.
+      KernelError: an implementation that is not supported here, or outside of `jit` an id that is no token.
     """
     at = logits.at(temperature)
     nats = sharded_cross_entropy(at.hidden, at.head, ids, softcap=at.softcap, implementation=implementation)

@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxscale.config import meant, register
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, DataError
 from jaxscale.models.base import (
     LanguageModel,
     LanguageModelConfig,
@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 Batch = Mapping[str, Array]
 Totals = dict[str, Any]
 """A tree of float32 scalars, or arrays (such as counts by class), that are sums over rows."""
+
+
+GROUPINGS = {"pairs": "preference_files", "rated answers": "rated_files"}
+"""Corpora that make rows that belong together, by what the rows are."""
 
 
 class Input(NamedTuple):
@@ -77,6 +81,7 @@ class Objective:
       reference: whether `terms` also takes the model with the parameters that the run started from (`train.start`), as
         preference optimisation does. These are frozen; with adapters they are the parameters under the adapters.
       teacher: where the model that `terms` takes as `reference` is from, if it is another one, as in distillation.
+      grouping: what consecutive rows are, a key of `GROUPINGS`; `None` if they have nothing in common.
       needs_start: whether runs must begin with trained parameters (`train.start`).
       unit: unit of "loss", for messages, such as "nats per token".
       advice: by name of an array: what to do if the data does not have it.
@@ -89,6 +94,7 @@ class Objective:
     in_formulas: ClassVar[bool] = False
     reference: bool = False
     teacher: Start | None = None
+    grouping: ClassVar[str | None] = None
     needs_start: ClassVar[bool] = False
     unit: ClassVar[str] = ""
     advice: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -166,6 +172,12 @@ class Objective:
         Raises:
           DataError: the objective does not work with it.
         """
+        kind = getattr(source, "grouping", None)  # sources of user arrays have none
+        if self.grouping is not None and kind not in (None, self.grouping):
+            raise DataError(
+                f"{type(self).__name__} needs rows that are {self.grouping}, and those of '{source.name}' are {kind}; "
+                f"set train.data = @{GROUPINGS[self.grouping]}()"
+            )
 
     def describe(self, config: TrainConfig) -> str:
         """Return a short description for the log and run.json.

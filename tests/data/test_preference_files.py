@@ -116,6 +116,10 @@ def test_what_is_too_long_is_refused_cut_or_dropped(tmp_path):
     assert len(cut) == 8 and cut.rows(np.array([6]))["weights"].sum() == SEQ - 10
     dropped = source(preference_files(glob, too_long="drop", heldout=0.0), tmp_path)
     assert len(dropped) == 6 and texts(dropped.rows(np.arange(6)), 5)[1] == "4!"
+    filled = write(tmp_path / "b", [*pairs(3), {"prompt": "p" * 30, "chosen": "c", "rejected": "r"}])
+    with raises_saying(DataError, "2 documents", "prompts that fill train.seq_len = 24", "too_long = 'drop'"):
+        source(preference_files(filled, too_long="cut", heldout=0.0), tmp_path)
+    assert len(source(preference_files(filled, too_long="drop", heldout=0.0), tmp_path)) == 6
     with raises_saying(DataError, "too_long = 'skip' does not exist"):
         preference_files(glob, too_long="skip")
 
@@ -136,3 +140,23 @@ def test_what_is_too_long_is_refused_cut_or_dropped(tmp_path):
 def test_a_wrong_line_is_named(tmp_path, corpus, line, words):
     with raises_saying(DataError, "lines.jsonl", *words):
         source(corpus(write(tmp_path / "a", [line]), heldout=0.0), tmp_path)
+
+
+def test_rows_that_do_not_belong_together_are_refused(tmp_path):
+    from jaxscale.data import mixture, synthetic
+    from jaxscale.step import DPO, KTO, TrainConfig
+
+    sources = {
+        "pairs": source(preference_files(write(tmp_path / "a", pairs(6)), heldout=0.0), tmp_path),
+        "rated answers": source(rated_files(write(tmp_path / "b", rated(6)), heldout=0.0), tmp_path),
+        "documents": synthetic(32, documents=20, length=40).source(None, seq_len=SEQ, split="train"),
+    }
+    for objective, right in ((DPO(), "pairs"), (KTO(), "rated answers")):
+        for kind, rows in sources.items():
+            if kind == right:
+                objective.check_data(rows, TrainConfig())
+                continue
+            with raises_saying(DataError, f"needs rows that are {right}", f"are {kind}", "set train.data = @"):
+                objective.check_data(rows, TrainConfig())
+    parts = [(preference_files(write(tmp_path / n, pairs(9))), 1.0) for n in ("c", "d")]
+    DPO().check_data(source(mixture(tuple(parts)), tmp_path), TrainConfig())

@@ -42,6 +42,11 @@ TEACHER = TransformerConfig(vocab=VOCAB, depth=2, width=32, heads=4)
 CORPUS = js.data.synthetic(VOCAB, documents=200, length=12)
 ROWS = dict(data=CORPUS, batch_size=8, seq_len=12, eval_batches=1, segments=False)
 QUIET = dict(quiet=True)
+TOKENS = np.random.default_rng(4).integers(0, VOCAB, (64, 13)).astype(np.int32)
+PAIRS = js.data.records(
+    [{"tokens": x[:-1], "targets": x[1:], "weights": np.ones(12, np.float32)} for x in TOKENS],
+    heldout=0.2, group=2,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -169,11 +174,11 @@ def test_another_teacher_in_its_place_is_refused(teacher, tmp_path):
 
 @pytest.mark.parametrize("objective,array", [(Distill(top=4), LOGPROBS), (DPO(cached=True), "reference_logprobs")])
 def test_what_is_annotated_is_what_the_model_says_on_any_layout(objective, array, teacher, tmp_path):
-    config = TrainConfig(model=STUDENT, objective=objective, **ROWS)
+    config = TrainConfig(model=STUDENT, objective=objective, **(ROWS | {"data": PAIRS}))
     annotate(config, teacher, tmp_path / "one", say=lambda _: None)
     annotate(config, teacher, tmp_path / "two", layout=js.Layout("fsdp=2,tensor=2"), rows=6, say=lambda _: None)
     sources = [
-        annotated(CORPUS, str(tmp_path / name)).source(None, seq_len=12, split="train") for name in ("one", "two")
+        annotated(PAIRS, str(tmp_path / name)).source(None, seq_len=12, split="train") for name in ("one", "two")
     ]
     whole = [source.rows(np.arange(len(source))) for source in sources]
     np.testing.assert_allclose(whole[0][array], whole[1][array], rtol=1e-4, atol=1e-5)
@@ -235,6 +240,12 @@ def test_rows_of_other_settings_are_refused(teacher, tmp_path):
         annotate(dataclasses.replace(config, objective=NextToken()), teacher, tmp_path / "b")
     with raises_saying(ConfigError, "--out"):
         annotate(config, teacher)
+    with raises_saying(ConfigError, "rows = 0"):
+        annotate(config, teacher, tmp_path / "b", rows=0)
+    with raises_saying(DataError, "gs://b/c is in a bucket", "name a local folder"):
+        annotate(config, teacher, "gs://b/c")
+    with raises_saying(DataError, "s3://b/c is in a bucket"):
+        annotated(CORPUS, "s3://b/c")
     mixed = js.data.mixture(((CORPUS, 1.0), (js.data.synthetic(VOCAB, documents=50, length=12, seed=3), 1.0)))
     with raises_saying(DataError, "annotate the corpora"):
         annotated(mixed, str(tmp_path / "a")).source(None, seq_len=12, split="train")
@@ -291,9 +302,11 @@ train.steps = 1
 
 
 def test_a_cached_reference_is_compared_with_the_start(teacher, tmp_path, caplog):
-    config = TrainConfig(model=TEACHER, layout=None, objective=DPO(cached=True), steps=1, **ROWS)
+    config = TrainConfig(
+        model=TEACHER, layout=None, objective=DPO(cached=True), steps=1, **(ROWS | {"data": PAIRS, "eval_batches": 0})
+    )
     annotate(config, teacher, tmp_path / "a", say=lambda _: None)
-    config = dataclasses.replace(config, data=annotated(CORPUS, str(tmp_path / "a")))
+    config = dataclasses.replace(config, data=annotated(PAIRS, str(tmp_path / "a")))
     with raises_saying(ConfigError, "DPO compares with the parameters that a run starts from", "--from RUN"):
         js.fit(config, run=tmp_path / "none", **QUIET)
     js.fit(config, start=start(teacher), run=tmp_path / "same", **QUIET)
@@ -307,3 +320,17 @@ def test_an_array_that_is_missing_is_one_to_compute(tmp_path):
     config = TrainConfig(model=STUDENT, layout=None, objective=Distill(top=4), **ROWS)
     with raises_saying(DataError, "Distill needs an array 'teacher_ids'", "jaxscale annotate CONFIG --by RUN"):
         js.fit(config, run=tmp_path / "run", **QUIET)
+
+
+def test_a_session_refuses_a_reference_that_it_has_not_read(teacher, tmp_path):
+    batch = {"tokens": TOKENS[:4, :-1], "targets": TOKENS[:4, 1:], "weights": np.ones((4, 12), np.float32)}
+    config = TrainConfig(model=TEACHER, layout=None, start=start(teacher), steps=1, **ROWS)
+    with js.session(config, folder=tmp_path / "run") as s:
+        for objective in (DPO(), Distill(start(teacher))):
+            with raises_saying(ConfigError, "a frozen model that this session has not read", "train.objective"):
+                s.forward_backward(batch, objective)
+    pairs = dataclasses.replace(config, objective=DPO(), data=PAIRS, eval_batches=0)
+    with js.session(pairs, folder=tmp_path / "two") as s:
+        assert abs(float(s.forward_backward(batch)["loss"]) - np.log(2)) < 1e-6
+        with raises_saying(ConfigError, "Distill compares with a frozen model"):
+            s.forward_backward(batch, Distill(start(teacher)))

@@ -86,5 +86,8 @@ def test_what_does_not_fit_is_refused_and_an_unused_optimizer_is_a_warning(caplo
         OneBitAdam(wire=None)
     with raises_saying(ConfigError, "train.lr", "use AdamW()"):
         check(config(algorithm=ADAM, optimizer=optax.sgd(0.1)))
+    experts = js.nn.MixtureOfExperts(experts=4, router=js.nn.SigmoidRouter())
+    with raises_saying(ConfigError, "load biases of routers", "DiLoCo()"):
+        check(config(algorithm=ADAM, model=js.models.Transformer.Config(depth=1, width=16, heads=2, mlp=experts)))
     check(config(algorithm=ADAM, optimizer=js.optim.SGD()))
     assert any("optimizer" in m for m in caplog.messages)

@@ -127,6 +127,15 @@ def test_losses_and_gradients_are_those_of_the_paper_in_float64(objective):
             assert np.sum(grads[which] * direction) == pytest.approx((sides[0] - sides[1]) / 2e-6, rel=2e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize("objective", [RLOO(), ReMax(), GRPO()], ids=lambda o: type(o).__name__)
+def test_samples_far_from_the_model_have_finite_losses_and_gradients(objective):
+    batch = batch_of()
+    for advantages in (np.ones(ROWS), np.zeros(ROWS), -np.ones(ROWS)):
+        far = {**batch, "logprobs": batch["logprobs"] - 40, "advantages": advantages.astype(np.float32)}
+        loss, grads, _ = ours(objective, *tables(1), far)
+        assert np.isfinite(loss) and all(np.isfinite(x).all() for x in grads)
+
+
 def test_the_gap_between_sampler_and_trainer_is_measured_on_every_generated_token():
     batch, (table, head) = batch_of(), tables(1)
     exact = logprobs(table, head, batch)
@@ -176,6 +185,7 @@ def test_a_greedy_baseline_lowers_the_variance_of_reinforce():
     [
         (lambda: GRPO(clip_low=1.5), "GRPO.clip_low = 1.5: must be above 0 and at most 1"),
         (lambda: GSPO(clip_high=-1.0), "GSPO.clip_high = -1.0"),
+        (lambda: GRPO(clip_low="0.2"), "GRPO.clip_low = '0.2': must be above 0"),
         (lambda: RLOO(kl=-1.0), "RLOO.kl = -1.0: must be at least 0"),
         (lambda: DAPO(resample=0.5), "DAPO.resample = 0.5: must be a whole number"),
     ],

@@ -17,17 +17,10 @@ from jaxscale.optim.base import Optimizer, Schedule
 from jaxscale.parallel import Float32Wire, Wire
 from jaxscale.step.algorithm import NEXT_TOKEN, Metrics, Step, Tree
 from jaxscale.step.algorithms.fragments import Fragment, fragments_of
-from jaxscale.step.algorithms.replicas import (
-    LocalReplicas,
-    check_counts,
-    is_number,
-    is_wire,
-    on_host,
-    wide_infos,
-    with_prefix,
-)
+from jaxscale.step.algorithms.replicas import LocalReplicas, check_counts, is_wire, on_host, wide_infos, with_prefix
 from jaxscale.step.guards import Guard
 from jaxscale.step.objective import Batch, Objective
+from jaxscale.step.ranges import is_number
 from jaxscale.step.state import Blueprint, TrainState
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import optax
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
-from jaxscale.optim import adamw, decay_mask, state_infos
+from jaxscale.optim import adamw, decay_mask, state_infos, without_biases
 from jaxscale.optim.adamw import AdamWState, fractions, not_negative
 from jaxscale.optim.base import FusedTransformation, Schedule
 from jaxscale.parallel import Float32Wire, SignWire, Wire
@@ -35,7 +35,7 @@ class OneBitAdam(Replicas):
     For `exact_steps` steps, the warm-up, this is `AdamW` on the mean of the replicas' gradients. From then on the
     second moment is frozen and each replica moves the common first moment by its own gradient; the mean of these, as
     `wire` sends it, is the next common moment. An update divides it by the root of the frozen second moment, with the
-    bias correction of the last warm-up step. A number whose gradient was 0 in the whole warm-up is not updated
+    its bias correction of the last warm-up step. A number whose gradient was 0 in the whole warm-up is not updated
     afterwards. `grad_norm` is the norm of all replicas' gradients together. `train.optimizer` and `train.clip_norm`
     are not used.
 
@@ -144,6 +144,8 @@ class OneBitAdam(Replicas):
                 "OneBitAdam takes its learning rate from train.lr and train.schedule, but train.optimizer is an optax "
                 "transformation with its own; use AdamW()"
             )
+        if len(jax.tree.leaves(without_biases(blueprint.infos))) < len(jax.tree.leaves(blueprint.infos)):
+            raise ConfigError("OneBitAdam has no rule for the load biases of routers; use another router, or DiLoCo()")
 
     def _adam(self, blueprint: Blueprint, schedule: Schedule | None) -> FusedTransformation:
         more = dict(b1=self.b1, b2=self.b2, eps=self.eps, weight_decay=self.weight_decay)

@@ -115,7 +115,9 @@ def forward_value(blueprint: Blueprint, objective: Objective, accumulate: int = 
 
     def terms(params: Tree, batch: Batch, key: Array, frozen: Tree) -> Totals:
         if stages is not None:
-            merged = params if blueprint.adaptation is None else blueprint.adaptation.merged(params, frozen)
+            merged = (
+                params if blueprint.adaptation is None else blueprint.adaptation.merged(params, blueprint.own(frozen))
+            )
             return stages.sums(merged, batch)
         model = nnx.merge(blueprint.graphdef, blueprint.model_params(params, frozen))
         return terms_of(objective, model, batch, key=key, reference=blueprint.reference_of(frozen))

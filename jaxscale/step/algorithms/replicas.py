@@ -43,15 +43,6 @@ def check_counts(algorithm: Algorithm, **least: int) -> None:
             raise ConfigError(f"{kind}.{name} = {value!r}: must be a whole number of at least {bound}")
 
 
-def is_number(x: object) -> bool:
-    """Return whether `x` is a number that a setting may have: neither a bool nor NaN.
-
-    Args:
-      x: the value of a setting.
-    """
-    return isinstance(x, int | float) and not isinstance(x, bool) and x == x
-
-
 def is_wire(x: object) -> bool:
     """Return whether `x` is a wire format, and not their base class.
 

@@ -72,6 +72,7 @@ class AnswerObjective(TokenObjective):
         elif CACHED in batch:
             theirs = jnp.sum(batch[CACHED] * batch["weights"], axis=1)
         else:
+            assert not self.reference, f"{type(self).__name__} needs a reference"
             theirs = jnp.zeros_like(logprob)
         tokens = jnp.maximum(jnp.sum(batch["weights"], axis=1), 1.0)
         return Answers(logprob, jax.lax.stop_gradient(theirs), tokens), stats

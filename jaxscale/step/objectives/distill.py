@@ -22,7 +22,8 @@ from jaxscale.parallel import Logits, logprobs_at, token_logprobs, vocabulary_su
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import Batch, Input, NextToken, Totals, hidden_of
 from jaxscale.step.objectives.divergences import Divergence, ForwardKL
-from jaxscale.step.objectives.token_objective import ANNOTATE, TokenObjective, check_number
+from jaxscale.step.objectives.token_objective import ANNOTATE, TokenObjective
+from jaxscale.step.ranges import check_number
 from jaxscale.step.start import Start
 
 IDS, LOGPROBS = "teacher_ids", "teacher_logprobs"

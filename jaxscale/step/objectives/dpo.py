@@ -12,7 +12,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import Input
 from jaxscale.step.objectives.answers import Answers, Preference, uses_reference, with_cached
-from jaxscale.step.objectives.token_objective import check_number
+from jaxscale.step.ranges import check_number
 
 
 @register
@@ -27,7 +27,7 @@ class DPO(Preference):
     Args:
       beta: how strongly the model is held to the reference.
       label_smoothing: probability that a pair is the wrong way round (conservative DPO, Mitchell 2023).
-      cached: whether the reference's log-probabilities are in the data, as `reference_logprobs` (see `with_logprobs`),
+      cached: whether the reference's log-probabilities are in the data, as `reference_logprobs` (`jaxscale annotate`),
         and need not be computed in each step.
       loss: the loss of each token, as of `NextToken`.
 

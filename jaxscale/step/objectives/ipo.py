@@ -11,7 +11,7 @@ from jaxscale.config import register
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import Input
 from jaxscale.step.objectives.answers import Answers, Preference, uses_reference, with_cached
-from jaxscale.step.objectives.token_objective import check_number
+from jaxscale.step.ranges import check_number
 
 
 @register

@@ -16,7 +16,7 @@ from jaxscale.nn import metrics as layer_metrics
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import Batch, Input, Totals
 from jaxscale.step.objectives.answers import AnswerObjective, uses_reference, with_cached
-from jaxscale.step.objectives.token_objective import check_number
+from jaxscale.step.ranges import check_number
 
 
 @register
@@ -44,6 +44,7 @@ class KTO(AnswerObjective):
     """
 
     group = 2
+    grouping = "rated answers"
     needs_start = True
     unit = "per answer"
     evaluated = ("loss", "reward_margin")

@@ -13,7 +13,7 @@ from jaxscale.config import register
 from jaxscale.models.base import LanguageModel
 from jaxscale.step.objective import Batch, Totals
 from jaxscale.step.objectives.answers import Answers, Preference
-from jaxscale.step.objectives.token_objective import check_number
+from jaxscale.step.ranges import check_number
 
 
 @register

@@ -14,6 +14,7 @@ class Pairs(Objective):
     """Base of objectives of pairs: of two consecutive rows, the first answer is preferred to the second."""
 
     group = 2
+    grouping = "pairs"
     unit = "per pair"
     evaluated = ("loss", "accuracy")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -19,9 +18,13 @@ from jaxscale.nn import metrics as layer_metrics
 from jaxscale.parallel import token_logprobs
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import Batch, Input, Objective, Totals
+from jaxscale.step.ranges import is_number
 
 GAPS = np.logspace(-8, 1, 145).astype(np.float32)
 """Gaps between log-probabilities are counted in classes, 16 for each power of ten, so that micro-batches add up."""
+
+LARGEST = 60.0
+"""Largest absolute value of the logarithm of a ratio."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +59,12 @@ class PolicyGradient(Objective):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        if self.clip_low is not None and not 0 < self.clip_low <= 1:
-            raise ConfigError(f"{name}.clip_low = {self.clip_low}: must be above 0 and at most 1, or None")
-        if self.clip_high is not None and not 0 < self.clip_high < math.inf:
-            raise ConfigError(f"{name}.clip_high = {self.clip_high}: must be above 0, or None")
-        if not 0 <= self.kl < math.inf:
-            raise ConfigError(f"{name}.kl = {self.kl}: must be at least 0 and finite")
+        if self.clip_low is not None and not (is_number(self.clip_low) and 0 < self.clip_low <= 1):
+            raise ConfigError(f"{name}.clip_low = {self.clip_low!r}: must be above 0 and at most 1, or None")
+        if self.clip_high is not None and not (is_number(self.clip_high) and self.clip_high > 0):
+            raise ConfigError(f"{name}.clip_high = {self.clip_high!r}: must be above 0, or None")
+        if not (is_number(self.kl) and self.kl >= 0):
+            raise ConfigError(f"{name}.kl = {self.kl!r}: must be at least 0 and finite")
 
     @property
     def reference(self) -> bool:  # type: ignore[override]  # of each value, and not of the class
@@ -114,7 +117,8 @@ class PolicyGradient(Objective):
             if self.ratio != "token":
                 log_ratio = jnp.sum(difference, axis=1, keepdims=True)
                 log_ratio = log_ratio / jnp.maximum(tokens, 1) if self.ratio == "mean" else log_ratio
-            ratio, advantage = jnp.exp(log_ratio), batch["advantages"][:, None]
+            # beyond it a float32 ratio overflows, and its gradient is not a number
+            ratio, advantage = jnp.exp(jnp.clip(log_ratio, -LARGEST, LARGEST)), batch["advantages"][:, None]
             low = -jnp.inf if self.clip_low is None else 1 - self.clip_low
             high = jnp.inf if self.clip_high is None else 1 + self.clip_high
             free, clipped = ratio * advantage, jnp.clip(ratio, low, high) * advantage
@@ -155,7 +159,10 @@ class PolicyGradient(Objective):
         edges = jnp.append(jnp.asarray(GAPS), jnp.inf)
         apart = {"logprob_gap": totals["gap"] / tokens, "logprob_gap_max": edges[jnp.sum(totals["above"] > 0)]}
         more = {"kl": totals["kl"] / tokens} if "kl" in totals else {}
-        loss = {"loss": self.value(totals), "clipped": totals["clipped"] / tokens}
+        loss = {
+            "loss": self.value(totals) - auxiliary_loss(totals["stats"]) / totals["parts"],
+            "clipped": totals["clipped"] / tokens,
+        }
         return {**loss, **apart, **more, **layer_metrics(totals["stats"])}
 
     def check(self, config: TrainConfig) -> None:

@@ -14,7 +14,7 @@ from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import Batch, Input, Totals
 from jaxscale.step.objectives.heads import check_head, head_inputs, head_outputs
 from jaxscale.step.objectives.pairs import Pairs, sums_of_pairs
-from jaxscale.step.objectives.token_objective import check_number
+from jaxscale.step.ranges import check_number
 
 
 @register

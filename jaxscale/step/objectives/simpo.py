@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from jaxscale.config import register
 from jaxscale.step.objectives.answers import Answers, Preference
-from jaxscale.step.objectives.token_objective import check_number
+from jaxscale.step.ranges import check_number
 
 
 @register

@@ -46,22 +46,3 @@ class TokenObjective(Objective):
     def describe(self, config: TrainConfig) -> str:
         """Return the objective's name and the loss of each token."""
         return f"{type(self).__name__}, {self.loss.describe(vocab_of(config.model))}"
-
-
-def check_number(objective: Objective, name: str, *, above: float | None = None, least: float | None = None) -> None:
-    """Check a field that is a finite number.
-
-    Args:
-      objective: a dataclass.
-      name: the field.
-      above: the number must be larger than this.
-      least: the number must be at least this.
-
-    Raises:
-      ConfigError: it is not.
-    """
-    value = getattr(objective, name)
-    right = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
-    if not right or (above is not None and value <= above) or (least is not None and value < least):
-        bound = f"above {above:g}" if above is not None else f"at least {least:g}"
-        raise ConfigError(f"{type(objective).__name__}.{name} = {value!r}: must be {bound} and finite")

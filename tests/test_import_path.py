@@ -72,6 +72,7 @@ def test_the_current_folder_comes_after_everything_installed_where_it_is_wanted(
     for argv, added in (
         (["train", "none.gin"], True),
         (["sweep", "none.gin"], True),
+        (["rl", "none.gin"], True),
         (["explain", "none.gin"], False),
         (["explain", "none.gin", "--import", "mine"], True),
         (["report", "."], False),
@@ -83,7 +84,7 @@ def test_the_current_folder_comes_after_everything_installed_where_it_is_wanted(
         assert sys.path == before + [str(folder)] * added, argv
         monkeypatch.undo()
         monkeypatch.chdir(folder)
-    assert OWN_MODULES == ("train", "sweep") and ran(folder) == ["mine"]
+    assert OWN_MODULES == ("train", "sweep", "rl") and ran(folder) == ["mine"]
 
 
 def test_a_gin_file_that_imports_a_module_of_the_folder_names_the_option(folder, monkeypatch, capsys):

@@ -168,7 +168,7 @@ class Pruned:
         facts = f"{documents.fingerprint} {self.clusters} {self.embed!r} {self.seed} 1"
         file = cache_folder(cache).with_name("scores") / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.npy"
         try:
-            scores = np.load(file, allow_pickle=False)
+            scores = np.load(file)
             if scores.shape == (count,) and scores.dtype == np.float32:
                 return scores
             log.warning("%s does not hold the scores of %d documents; they are computed again", file, count)

@@ -244,7 +244,7 @@ def _write(file: Path, scores: Float32[np.ndarray, " n"]) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as out:
-            np.save(out, scores, allow_pickle=False)
+            np.save(out, scores)
         os.replace(partial, file)
     except OSError as error:
         raise DataError(

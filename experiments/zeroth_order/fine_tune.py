@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 import jaxscale as js
-from jaxscale.nn import Integers
+from jaxscale.nn import GroupedIntegers
 from jaxscale.plan.compile import compile_step
 from jaxscale.step import QZO, Backprop, LoRA, MeZO, Scales, TrainConfig
 
@@ -36,7 +36,7 @@ def methods(start: js.train.FromRun) -> dict[str, TrainConfig]:
     task = TrainConfig(**SAME | dict(start=start, data=data, packing="fit", schedule=js.optim.Constant()))
     long = dataclasses.replace(task, steps=STEPS, eval_every=STEPS // 6)
     lora = LoRA(rank=4, alpha=8.0)
-    scales = Scales(Integers(bits=4, group=16))
+    scales = Scales(GroupedIntegers(bits=4, group=16))
     return {
         "backpropagation (AdamW)": dataclasses.replace(task, steps=60, eval_every=10, lr=1e-3),
         "MeZO": dataclasses.replace(long, algorithm=MeZO(perturbations=4), lr=1e-3),

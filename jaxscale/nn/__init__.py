@@ -27,7 +27,7 @@ from jaxscale.nn.context_parallel import GatherAttention, RingAttention, TokenRi
 from jaxscale.nn.embedding import Embedding, StableEmbedding
 from jaxscale.nn.flash import flash_attention
 from jaxscale.nn.head import filled_logits, head_logits
-from jaxscale.nn.integer import Integers, IntegerWeight
+from jaxscale.nn.integer import GroupedIntegers, IntegerWeight
 from jaxscale.nn.latent import LatentAttention
 from jaxscale.nn.linear import Linear, project
 from jaxscale.nn.memory import POLICIES, TENSORS, MemoryPolicy
@@ -77,7 +77,7 @@ __all__ = [
     "Group",
     "GroupLimit",
     "IntegerWeight",
-    "Integers",
+    "GroupedIntegers",
     "HeadDims",
     "KeyValues",
     "LatentAttention",

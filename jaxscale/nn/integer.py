@@ -46,7 +46,7 @@ class IntegerWeight(Weight):
 
 @register
 @dataclasses.dataclass(frozen=True)
-class Integers(WeightFormat):
+class GroupedIntegers(WeightFormat):
     """Matrices rounded to integers, symmetric around 0: a code of 2^(bits-1) - 1 is the largest number of its group.
 
     Args:
@@ -64,10 +64,10 @@ class Integers(WeightFormat):
 
     def __post_init__(self) -> None:
         if not isinstance(self.bits, int) or self.bits not in self.of:
-            raise ConfigError(f"Integers.bits = {self.bits!r}: must be 4 or 8")
+            raise ConfigError(f"GroupedIntegers.bits = {self.bits!r}: must be 4 or 8")
         whole = isinstance(self.group, int) and not isinstance(self.group, bool) and self.group > 0
         if self.group is not None and not whole:
-            raise ConfigError(f"Integers.group = {self.group!r}: must be a whole number above 0, or None")
+            raise ConfigError(f"GroupedIntegers.group = {self.group!r}: must be a whole number above 0, or None")
 
     def covers(self, info: TensorInfo) -> bool:
         """Return whether a matrix is of a layer, and its inputs divide into groups.
@@ -82,8 +82,8 @@ class Integers(WeightFormat):
         if self.group is not None and size % self.group:
             fit = max(d for d in range(1, min(self.group, size) + 1) if size % d == 0)
             raise ConfigError(
-                f"Integers.group = {self.group} does not divide the {size} inputs of {info.path}; the nearest that "
-                f"does is {fit}"
+                f"GroupedIntegers.group = {self.group} does not divide the {size} inputs of {info.path}; the nearest "
+                f"that does is {fit}"
             )
         return True
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxscale.config import meant, register
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout, TensorInfo
-from jaxscale.nn import Integers, IntegerWeight, WeightFormat, as_weight
+from jaxscale.nn import GroupedIntegers, IntegerWeight, WeightFormat, as_weight
 from jaxscale.step.adaptation import Adapters
 from jaxscale.units import human_bytes
 
@@ -29,17 +29,19 @@ class Scales(Adapters):
     rounded again from the checkpoint that the run starts from.
 
     Args:
-      base: the format of the matrices, `Integers()`.
+      base: the format of the matrices, `GroupedIntegers()`.
 
     Raises:
       ConfigError: `base` is another format.
     """
 
-    base: WeightFormat = Integers()
+    base: WeightFormat = GroupedIntegers()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.base, Integers):
-            raise ConfigError(f"Scales.base must be Integers(), which has scales, not {self.base!r}{meant(self.base)}")
+        if not isinstance(self.base, GroupedIntegers):
+            raise ConfigError(
+                f"Scales.base must be GroupedIntegers(), which has scales, not {self.base!r}{meant(self.base)}"
+            )
 
     def adapt(self, graphdef: nnx.GraphDef[Any], infos: Tree, *, reference: bool = False) -> ScalesOf:
         """Split a model's parameters.

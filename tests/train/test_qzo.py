@@ -14,7 +14,7 @@ import jaxscale as js
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
-from jaxscale.nn import Integers
+from jaxscale.nn import GroupedIntegers
 from jaxscale.step import QZO, Backprop, LoRA, Scales, TrainConfig, check, prepare
 from jaxscale.units import human_bytes
 from tests.truth import numpy_transformer
@@ -53,7 +53,7 @@ def config(base, **changes):
 )
 def test_codes_are_rounded_to_the_largest_number_of_a_group(bits, group, shape, contracted):
     kernel = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    weight = Integers(bits=bits, group=group).encode(jnp.asarray(kernel), contracted)
+    weight = GroupedIntegers(bits=bits, group=group).encode(jnp.asarray(kernel), contracted)
     top, rows = 2 ** (bits - 1) - 1, np.moveaxis(kernel, contracted, range(len(contracted)))
     want = np.empty_like(rows, dtype=np.float64)
     n = group or rows.shape[len(contracted) - 1]
@@ -142,13 +142,13 @@ def test_what_does_not_fit_is_refused(base):
         check(config(base, adapters=LoRA(rank=2, targets=("q",))))
     check(config(base))
     check(config(base, algorithm=Backprop()))
-    with raises_saying(ConfigError, "Integers.group = 12", "the nearest that does is 8"):
-        check(config(base, adapters=Scales(Integers(group=12))))
-    check(config(base, adapters=Scales(Integers(group=8))))
+    with raises_saying(ConfigError, "GroupedIntegers.group = 12", "the nearest that does is 8"):
+        check(config(base, adapters=Scales(GroupedIntegers(group=12))))
+    check(config(base, adapters=Scales(GroupedIntegers(group=8))))
     for wrong in (dict(bits=5), dict(bits=[4]), dict(group=0), dict(group=2.0)):
-        with raises_saying(ConfigError, f"Integers.{next(iter(wrong))} = "):
-            Integers(**wrong)
-    with raises_saying(ConfigError, "Scales.base must be Integers()"):
+        with raises_saying(ConfigError, f"GroupedIntegers.{next(iter(wrong))} = "):
+            GroupedIntegers(**wrong)
+    with raises_saying(ConfigError, "Scales.base must be GroupedIntegers()"):
         Scales(base=None)
     with raises_saying(ConfigError, "QZO.clip = 0"):
         dataclasses.replace(QZO(), clip=0)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxscale.config import register
-from jaxscale.data.batch import Source
+from jaxscale.data.answer_files import AnswerFiles
 from jaxscale.data.chat import ChatTemplate
-from jaxscale.data.conversations import ConversationFiles, Learned, tokenized
-from jaxscale.data.one_document_rows import OneDocumentRows, check_too_long
-from jaxscale.data.tokenizer import Tokenizer
+from jaxscale.data.conversations import Learned, tokenized
 from jaxscale.errors import DataError, near
 
 
 @register(name="preference_files")
 @dataclass(frozen=True)
-class PreferenceFiles(ConversationFiles):
+class PreferenceFiles(AnswerFiles):
     """Pairs of answers to a prompt in JSON-lines files, plain or compressed by gzip or Zstandard.
 
     Each line is a pair, in one of three forms, of which the last two are conversations written by the model's chat
@@ -41,29 +38,8 @@ class PreferenceFiles(ConversationFiles):
       DataError: `too_long` does not exist.
     """
 
-    glob: str
-    template: str | None = None
-    too_long: str = "error"
-    heldout: float = 0.05
     name: ClassVar[str] = "preference_files"
-    turns: ClassVar[str] = "all"  # type: ignore[misc]
-
-    def __post_init__(self) -> None:
-        check_too_long(self.name, self.too_long)
-
-    def source(
-        self,
-        tokenizer: Tokenizer | None,
-        *,
-        seq_len: int,
-        split: str,
-        packing: str = "stream",
-        cache: str | Path | None = None,
-    ) -> Source:
-        """Return the rows of one split; `packing` has no effect."""
-        documents = self.prepared(tokenizer, cache).documents(split, self.heldout, self.name, group=2)
-        setting = f"{self.name}.too_long"
-        return OneDocumentRows(documents, seq_len, group=2, too_long=self.too_long, setting=setting)
+    group: ClassVar[int] = 2
 
     def of_line(self, record: Mapping[str, Any], tokenizer: Any, template: Callable[[], ChatTemplate]) -> list[Learned]:
         """Return the chosen and the rejected answer of a line, each with the prompt."""

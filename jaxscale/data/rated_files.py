@@ -11,10 +11,11 @@ import numpy as np
 from jaxtyping import Int64
 
 from jaxscale.config import register
+from jaxscale.data.answer_files import AnswerFiles
 from jaxscale.data.batch import Batch, Source, empty_batch
 from jaxscale.data.chat import ChatTemplate
-from jaxscale.data.conversations import ConversationFiles, Learned
-from jaxscale.data.one_document_rows import OneDocumentRows, check_too_long
+from jaxscale.data.conversations import Learned
+from jaxscale.data.one_document_rows import OneDocumentRows
 from jaxscale.data.preference_files import answer, check_fields
 from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.errors import DataError
@@ -22,7 +23,7 @@ from jaxscale.errors import DataError
 
 @register(name="rated_files")
 @dataclass(frozen=True)
-class RatedFiles(ConversationFiles):
+class RatedFiles(AnswerFiles):
     """Answers that are rated good or bad in JSON-lines files, plain or compressed by gzip or Zstandard.
 
     Each line is an answer, a text or messages, with its rating:
@@ -43,15 +44,7 @@ class RatedFiles(ConversationFiles):
       DataError: `too_long` does not exist.
     """
 
-    glob: str
-    template: str | None = None
-    too_long: str = "error"
-    heldout: float = 0.05
     name: ClassVar[str] = "rated_files"
-    turns: ClassVar[str] = "all"  # type: ignore[misc]
-
-    def __post_init__(self) -> None:
-        check_too_long(self.name, self.too_long)
 
     def source(
         self,
@@ -63,9 +56,7 @@ class RatedFiles(ConversationFiles):
         cache: str | Path | None = None,
     ) -> Source:
         """Return the rows of one split; `packing` has no effect."""
-        documents = self.prepared(tokenizer, cache).documents(split, self.heldout, self.name)
-        rows = OneDocumentRows(documents, seq_len, group=1, too_long=self.too_long, setting=f"{self.name}.too_long")
-        return _Rated(rows)
+        return _Rated(self.rows_of_documents(tokenizer, seq_len, split, cache))
 
     def of_line(self, record: Mapping[str, Any], tokenizer: Any, template: Callable[[], ChatTemplate]) -> list[Learned]:
         """Return the answer of a line; the mask of its first token, which is never a target, is its rating."""

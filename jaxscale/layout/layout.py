@@ -442,7 +442,7 @@ def say_once(sentence: str) -> None:
     log.warning(sentence)
 
 
-def in_use(param: jax.Array, axes: Sequence[str], dtype: DTypeLike) -> jax.Array:
+def in_use(param: jax.Array, axes: Sequence[str | None], dtype: DTypeLike) -> jax.Array:
     """Return a parameter as a layer computes with it: cast, then sharded as an activation.
 
     Activation rules do not shard `embed`, so this is FSDP's all-gather. The cast array is first constrained to its

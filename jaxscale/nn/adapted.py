@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxscale.parallel import Weight, as_weight
+from jaxscale.parallel import Arithmetic, Weight, as_weight
 
 
 @jax.tree_util.register_dataclass
@@ -38,18 +38,14 @@ class Adapted(Weight):
         return tuple(self.kernel.shape)
 
     def matmul(
-        self,
-        x: Float[Array, "..."],
-        axes: tuple[str, ...],
-        contracted: tuple[int, ...],
-        dtype: DTypeLike,
-        out_dtype: DTypeLike,
+        self, x: Float[Array, "..."], axes: tuple[str, ...], contracted: tuple[int, ...], arithmetic: Arithmetic
     ) -> Float[Array, "..."]:
-        """Return the product with the frozen kernel plus the low-rank product."""
-        y = as_weight(jax.lax.stop_gradient(self.kernel)).matmul(x, axes, contracted, dtype, out_dtype)
+        """Return the product with the frozen kernel plus the low-rank product, which is not rounded further."""
+        y = as_weight(jax.lax.stop_gradient(self.kernel)).matmul(x, axes, contracted, arithmetic)
         inputs, outputs = axes[: len(contracted)], axes[len(contracted) :]
-        h = as_weight(self.a).matmul(x, (*inputs, "rank"), contracted, dtype, dtype) * self.scale
-        return y + as_weight(self.b).matmul(h, ("rank", *outputs), (0,), dtype, out_dtype)
+        down = arithmetic.plain(arithmetic.dtype)
+        h = as_weight(self.a).matmul(x, (*inputs, "rank"), contracted, down) * self.scale
+        return y + as_weight(self.b).matmul(h, ("rank", *outputs), (0,), arithmetic.plain())
 
     def dense(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """Return the sum as one array, added in float32; the default dtype is the kernel's."""

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from jaxscale.layout import constrain, current, filled_shape
 from jaxscale.nn.linear import project
-from jaxscale.parallel import Weight, as_weight
+from jaxscale.parallel import Arithmetic, Weight, as_weight
 
 _AXES = ("vocab", "embed")
 
@@ -54,7 +54,7 @@ def filled_logits(
     """
     if filled_shape(_AXES, weight.shape) != tuple(weight.shape):
         weight = as_weight(weight).dense()  # products of other weights do not pad the vocabulary
-    logits = project(hidden, weight, _AXES, (1,), hidden.dtype, jnp.dtype(jnp.float32))
+    logits = project(hidden, weight, _AXES, (1,), Arithmetic.cast(hidden.dtype, jnp.float32))
     return _capped(constrain(logits, "batch", "seq", "vocab"), softcap)
 
 

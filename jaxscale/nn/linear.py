@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxscale.layout import constrain, named
-from jaxscale.parallel import Weight, as_weight, gather_matmul, matmul_scatter, why_no_overlap
+from jaxscale.parallel import Arithmetic, Weight, as_weight, gather_matmul, matmul_scatter, why_no_overlap
 
 
 def project(
@@ -20,13 +20,12 @@ def project(
     kernel: Float[Array, "..."] | Weight,
     axes: tuple[str, ...],
     contracted: tuple[int, ...],
-    dtype: DTypeLike,
-    out_dtype: DTypeLike,
+    arithmetic: Arithmetic,
 ) -> Float[Array, "..."]:
     """Compute `x · kernel`, summed over the last dimensions of `x` and the `contracted` ones of `kernel`.
 
-    Its custom derivative makes sure that, under any layout, a weight sharded along `embed` (FSDP) is cast before it is
-    all-gathered, in the smaller dtype; that it is gathered again in the backward pass instead of saved; and that its
+    Its custom derivative makes sure that, under any layout, a weight sharded along `embed` (FSDP) is rounded before it
+    is all-gathered, in the smaller type; that it is gathered again in the backward pass instead of saved; and that its
     gradient is computed in the parameter's dtype, in which it is summed over devices, and sharded by the rules for
     gradients (by a reduce-scatter if they shard it).
 
@@ -35,13 +34,12 @@ def project(
       kernel: the stored parameter, or a `Weight`, whose `matmul` is called.
       axes: logical axis per dimension of `kernel`.
       contracted: dimensions of `kernel` that are summed over, all leading or all trailing.
-      dtype: dtype of the inputs of the product.
-      out_dtype: dtype of the result.
+      arithmetic: the numbers of the product and its gradients, and the dtype of the result.
 
     Returns:
       the remaining dimensions of `x`, then those of `kernel`; a vocabulary that the layout does not divide is padded.
     """
-    return as_weight(kernel).matmul(x, axes, contracted, dtype, out_dtype)
+    return as_weight(kernel).matmul(x, axes, contracted, arithmetic)
 
 
 _TRUNCATED_STD = 0.87962566103423978  # the standard deviation of a unit normal truncated at -2 and 2
@@ -84,6 +82,7 @@ class Linear(nnx.Module):
         self.axes = (*inputs, *outputs)
         self.contracted = tuple(range(len(inputs)))
         self.dtype = dtype
+        self.arithmetic = Arithmetic.cast(dtype)
         std = truncated_std(math.prod(inputs.values()), scale)
         from_last = tuple(range(-len(self.axes), -len(outputs)))
         init = named(jax.nn.initializers.truncated_normal(std), *self.axes, contracted=from_last)
@@ -94,7 +93,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Multiply `x` by the kernel and add the bias."""
-        return self.biased(project(x, self.kernel.get_value(), self.axes, self.contracted, self.dtype, self.dtype))
+        return self.biased(project(x, self.kernel.get_value(), self.axes, self.contracted, self.arithmetic))
 
     def biased(self, y: Float[Array, "..."]) -> Float[Array, "..."]:
         """Add the bias, if there is one.
@@ -125,7 +124,8 @@ def into(x: Float[Array, "b s e"], *linears: Linear, overlap: bool = False) -> l
     """
     if overlap and why_no_overlap(*_hidden(linears)) != "":
         kernels, axes = tuple(map(_whole, linears)), tuple(m.axes for m in linears)
-        return [m.biased(y) for m, y in zip(linears, gather_matmul(x, kernels, axes, linears[0].dtype), strict=True)]
+        products = gather_matmul(x, kernels, axes, linears[0].arithmetic)
+        return [m.biased(y) for m, y in zip(linears, products, strict=True)]
     x = constrain(x, "batch", "seq", "embed")
     return [m(x) for m in linears]
 
@@ -142,7 +142,7 @@ def out_of(h: Float[Array, "b s ..."], linear: Linear, *, overlap: bool = False)
       LayoutError: see `into`.
     """
     if overlap and why_no_overlap(*_hidden((linear,))) != "":
-        return linear.biased(matmul_scatter(h, _whole(linear), linear.axes, linear.dtype))
+        return linear.biased(matmul_scatter(h, _whole(linear), linear.axes, linear.arithmetic))
     return linear(h)
 
 

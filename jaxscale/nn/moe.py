@@ -21,7 +21,7 @@ from jaxscale.nn.memory import MemoryPolicy
 from jaxscale.nn.mlp import FeedForward, SwiGLU
 from jaxscale.nn.routers import Router, SoftmaxRouter
 from jaxscale.nn.stats import Stats
-from jaxscale.parallel import Capacity, Choices, Slots, Weights, as_weight, expert_mlp
+from jaxscale.parallel import Arithmetic, Capacity, Choices, Slots, Weights, as_weight, expert_mlp
 from jaxscale.parallel.experts import DOWN, UP, check_groups
 from jaxscale.signatures import check_method
 
@@ -227,6 +227,7 @@ class Experts(nnx.Module):
         gate = named(normal, "norm")  # a vector that FSDP does not shard, as a norm's scale
         self.shared_gate = nnx.Param(gate(rngs.params(), (width,), param_dtype)) if c.shared_gate else None
         self.dtype = dtype
+        self.arithmetic = Arithmetic.cast(dtype)
 
     def check_independent(self) -> None:
         """Raise `ConfigError` if the result for a sequence depends on the other sequences of a step."""
@@ -259,7 +260,7 @@ class Experts(nnx.Module):
         weights = Weights._make(matrices)
         act = c.expert.activation
         with jax.named_scope("experts"):
-            y = expert_mlp(x, routed, weights, act=act, dtype=self.dtype, capacity=capacity)
+            y = expert_mlp(x, routed, weights, act=act, arithmetic=self.arithmetic, capacity=capacity)
         if self.shared is not None:
             with jax.named_scope("shared"):
                 y = y + self._gated(self.shared(constrain(x, "batch", "seq", "embed")), x)

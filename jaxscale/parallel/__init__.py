@@ -1,6 +1,7 @@
 """Algorithms with explicit collectives: everything that runs under `shard_map`."""
 
 from jaxscale.parallel.anywhere import anywhere
+from jaxscale.parallel.arithmetic import Arithmetic, Cast, Numbers
 from jaxscale.parallel.collective_matmul import gather_matmul, matmul_scatter, why_no_overlap
 from jaxscale.parallel.copies import average_copies, each_copy, mean_copy, why_no_copies, why_no_gathers
 from jaxscale.parallel.cross_entropy import sharded_cross_entropy
@@ -22,12 +23,15 @@ from jaxscale.parallel.weight import Dense, Weight, as_weight
 from jaxscale.parallel.wires import Float32Wire, IntegerWire, SignWire, Wire, chunk_bytes, chunks_of, from_chunks
 
 __all__ = [
+    "Arithmetic",
     "Capacity",
+    "Cast",
     "Choices",
     "Dense",
-    "Logits",
     "Float32Wire",
     "IntegerWire",
+    "Logits",
+    "Numbers",
     "SignWire",
     "Slots",
     "Weight",

@@ -20,9 +20,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxscale.errors import LayoutError
-from jaxscale.layout import constrain, current, in_use
+from jaxscale.layout import constrain, current
+from jaxscale.parallel.arithmetic import Arithmetic, Dims, Numbers, Operand
 from jaxscale.parallel.reductions import sum_to
 from jaxscale.parallel.sharded import cut_over, sharded_op, where_gradients_go
+from jaxscale.parallel.weight import axes_of, used
 
 Names = tuple[str, ...]
 
@@ -56,7 +58,10 @@ def why_no_overlap(*hidden: str) -> str | None:
 
 
 def gather_matmul(
-    x: Float[Array, "b s e"], kernels: tuple[Float[Array, "e ..."], ...], axes: tuple[Names, ...], dtype: DTypeLike
+    x: Float[Array, "b s e"],
+    kernels: tuple[Float[Array, "e ..."], ...],
+    axes: tuple[Names, ...],
+    arithmetic: Arithmetic,
 ) -> tuple[Float[Array, "b s ..."], ...]:
     """Compute `x · kernel` for each kernel, while x's sequence is gathered around a ring.
 
@@ -67,7 +72,7 @@ def gather_matmul(
       x: logical axes ("batch", "residual_seq", "embed").
       kernels: parameters, owner first dimension is contracted.
       axes: the logical axes of each kernel.
-      dtype: dtype of the products, and of sums over devices.
+      arithmetic: the numbers of the products, in which x travels; its dtype is that of sums over devices.
 
     Returns:
       for each kernel an array with axes ("batch", "seq", then its axes without the first).
@@ -75,11 +80,11 @@ def gather_matmul(
     Raises:
       LayoutError: the layout in force has no such ring; the message says what it needs.
     """
-    return _gather_matmul(x, kernels, _ring_of(axes, kernels), dtype)
+    return _gather_matmul(x, kernels, _ring_of(axes, kernels), arithmetic)
 
 
 def matmul_scatter(
-    h: Float[Array, "b s ..."], kernel: Float[Array, "... e"], axes: Names, dtype: DTypeLike
+    h: Float[Array, "b s ..."], kernel: Float[Array, "... e"], axes: Names, arithmetic: Arithmetic
 ) -> Float[Array, "b s e"]:
     """Compute `h · kernel`, summed around a ring that leaves each device its shard of the sequence.
 
@@ -87,7 +92,7 @@ def matmul_scatter(
       h: logical axes ("batch", "seq", then all but the last of `axes`).
       kernel: a parameter, owner dimensions are contracted, except the last.
       axes: its logical axes.
-      dtype: dtype of the products, and of sums over devices.
+      arithmetic: the numbers of the products; its dtype is that of sums over devices.
 
     Returns:
       logical axes ("batch", "residual_seq", "embed").
@@ -95,7 +100,7 @@ def matmul_scatter(
     Raises:
       LayoutError: the layout in force has no such ring; the message says what it needs.
     """
-    return _matmul_scatter(h, kernel, _ring_of((axes,), (kernel,)), dtype)
+    return _matmul_scatter(h, kernel, _ring_of((axes,), (kernel,)), arithmetic)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +113,7 @@ class _Ring:
     def wrap(
         self,
         fn: Callable[..., Iterable[Array]],
-        *arrays: Array,
+        *operands: Operand,
         ins: tuple[Names, ...],
         outs: tuple[Names, ...],
         grads: int = 0,
@@ -118,13 +123,20 @@ class _Ring:
         splits = [where_gradients_go(names, tokens) for names in outs[len(outs) - grads :]]
         kinds = ["activations"] * (len(outs) - grads) + ["grads" if s else "activations" for s in splits]
 
+        arrays, structure = jax.tree.flatten(operands)
+        names = [
+            axes_of(a, _shape(operand), axes)
+            for operand, axes in zip(operands, ins, strict=True)
+            for a in jax.tree.leaves(operand)
+        ]
+
         def local(*local_arrays: Array) -> tuple[Array, ...]:
-            out = list(fn(*local_arrays))
+            out = list(fn(*jax.tree.unflatten(structure, local_arrays)))
             for i, split in enumerate(splits, len(outs) - grads):
                 out[i] = sum_to(out[i], tokens, split, dim=outs[i].index("embed"))
             return tuple(out)
 
-        return sharded_op(local, *arrays, axes=ins, out_axes=outs, out_kinds=tuple(kinds), name="a product's operand")
+        return sharded_op(local, *arrays, axes=names, out_axes=outs, out_kinds=tuple(kinds), name="a product's operand")
 
 
 def _ring_of(axes: tuple[Names, ...], kernels: tuple[Array, ...]) -> _Ring:
@@ -142,8 +154,13 @@ def _ring_of(axes: tuple[Names, ...], kernels: tuple[Array, ...]) -> _Ring:
     return _Ring(cut_over(hidden[0]), axes)
 
 
-def _dot(x: Array, y: Array, dims: tuple[Sequence[int], Sequence[int]], dtype: DTypeLike) -> Array:
-    return lax.dot_general(x, y, (dims, ((), ())), preferred_element_type=dtype)
+def _dims(left: Sequence[int], right: Sequence[int]) -> Dims:
+    return (left, right), ((), ())
+
+
+def _shape(operand: Operand) -> tuple[int, ...]:
+    """Return the shape of the array that an operand encodes."""
+    return tuple(map(max, zip(*(a.shape for a in jax.tree.leaves(operand)), strict=True)))
 
 
 def _around(over: Names) -> list[tuple[int, int]]:
@@ -151,11 +168,11 @@ def _around(over: Names) -> list[tuple[int, int]]:
     return [(i, (i + 1) % n) for i in range(n)]
 
 
-def _pieces_in_turn(x: Array, over: Names, visit: Callable[[Array, Array], None]) -> None:
+def _pieces_in_turn(x: Operand, over: Names, visit: Callable[[Operand, Array], None]) -> None:
     """Call `visit(piece, owner)` for every device's shard, while the next one is being sent."""
     n, me = lax.axis_size(over), lax.axis_index(over)
     for step in range(n):
-        coming = lax.ppermute(x, over, _around(over)) if step + 1 < n else x
+        coming = jax.tree.map(lambda a: lax.ppermute(a, over, _around(over)), x) if step + 1 < n else x
         visit(x, (me - step) % n)
         x = coming
 
@@ -176,58 +193,71 @@ def _summed_in_turn(over: Names, term: Callable[[Array], Array], dtype: DTypeLik
     return total
 
 
-def _take(x: Array, at: Array, n: int) -> Array:
-    size = x.shape[1] // n
-    return lax.dynamic_slice_in_dim(x, at * size, size, 1)
+def _take(x: Operand, at: Array, n: int) -> Operand:
+    """Return the `at`-th of n pieces of an operand along its sequence."""
+
+    def one(a: Array) -> Array:
+        if a.shape[1] == 1:  # shared by the whole sequence
+            return a
+        size = a.shape[1] // n
+        return lax.dynamic_slice_in_dim(a, at * size, size, 1)
+
+    return jax.tree.map(one, x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _gather_matmul(x: Array, kernels: tuple[Array, ...], ring: _Ring, dtype: DTypeLike) -> tuple[Array, ...]:
-    return _gather_matmul_fwd(x, kernels, ring, dtype)[0]
+def _gather_matmul(x: Array, kernels: tuple[Array, ...], ring: _Ring, arithmetic: Arithmetic) -> tuple[Array, ...]:
+    return _gather_matmul_fwd(x, kernels, ring, arithmetic)[0]
 
 
-def _gather_matmul_fwd(x, kernels, ring, dtype):  # type: ignore[no-untyped-def]
+def _gather_matmul_fwd(x, kernels, ring, arithmetic):  # type: ignore[no-untyped-def]
+    numbers, dtype = arithmetic.forward, arithmetic.out_dtype
+
     def local(x, *weights):  # type: ignore[no-untyped-def]
-        n = lax.axis_size(ring.over)
-        out = [jnp.zeros((x.shape[0], n * x.shape[1], *w.shape[1:]), dtype) for w in weights]
+        n, (b, s, _) = lax.axis_size(ring.over), _shape(x)
+        out = [jnp.zeros((b, n * s, *_shape(w)[1:]), dtype) for w in weights]
 
-        def multiply(piece: Array, owner: Array) -> None:
+        def multiply(piece: Operand, owner: Array) -> None:
             for i, w in enumerate(weights):
-                part = _dot(piece, w, ((2,), (0,)), dtype)
-                out[i] = lax.dynamic_update_slice_in_dim(out[i], part, owner * x.shape[1], 1)
+                part = numbers.dot(piece, w, _dims((2,), (0,)), dtype)
+                out[i] = lax.dynamic_update_slice_in_dim(out[i], part, owner * s, 1)
 
         _pieces_in_turn(x, ring.over, multiply)
         return out
 
     outs = tuple(_hidden(names[1:]) for names in ring.axes)
-    weights = _in_use(kernels, ring, dtype)
-    return ring.wrap(local, x.astype(dtype), *weights, ins=(_STREAM, *ring.axes), outs=outs), (x, kernels)
+    weights = [_used(numbers, k, (0,), names) for k, names in zip(kernels, ring.axes, strict=True)]
+    return ring.wrap(local, numbers.left(x, (2,)), *weights, ins=(_STREAM, *ring.axes), outs=outs), (x, kernels)
 
 
-def _gather_matmul_bwd(ring, dtype, residuals, dys):  # type: ignore[no-untyped-def]
+def _gather_matmul_bwd(ring, arithmetic, residuals, dys):  # type: ignore[no-untyped-def]
     x, kernels = residuals
+    to_x, to_kernel = arithmetic.input_gradient, arithmetic.kernel_gradient
 
     def local(x, *rest):  # type: ignore[no-untyped-def]
-        weights, dys = rest[: len(kernels)], rest[len(kernels) :]
+        weights, dys, others = rest[: len(kernels)], rest[len(kernels) : -len(kernels)], rest[-len(kernels) :]
         n = lax.axis_size(ring.over)
-        dws = [jnp.zeros(w.shape, jnp.float32) for w in weights]
+        dws = [jnp.zeros(_shape(w), jnp.float32) for w in weights]
 
-        def correlate(piece: Array, owner: Array) -> None:
-            for i, dy in enumerate(dys):
-                dws[i] = dws[i] + _dot(piece, _take(dy, owner, n), ((0, 1), (0, 1)), jnp.float32)
+        def correlate(piece: Operand, owner: Array) -> None:
+            for i, dy in enumerate(others):
+                dws[i] = dws[i] + to_kernel.dot(piece, _take(dy, owner, n), _dims((0, 1), (0, 1)), jnp.float32)
 
         def term(at: Array) -> Array:
             out: Any = 0.0
             for w, dy in zip(weights, dys, strict=True):
-                dims = tuple(range(2, dy.ndim)), tuple(range(1, w.ndim))
-                out = out + _dot(_take(dy, at, n), w, dims, jnp.float32)
-            return out.astype(dtype)
+                dims = _dims(range(2, len(_shape(dy))), range(1, len(_shape(w))))
+                out = out + to_x.dot(_take(dy, at, n), w, dims, jnp.float32)
+            return out.astype(arithmetic.dtype)
 
         _pieces_in_turn(x, ring.over, correlate)
-        return _summed_in_turn(ring.over, term, dtype), *dws
+        return _summed_in_turn(ring.over, term, arithmetic.dtype), *dws
 
-    ins = (_STREAM, *ring.axes, *(_hidden(names[1:]) for names in ring.axes))
-    arguments = (x.astype(dtype), *_in_use(kernels, ring, dtype), *(d.astype(dtype) for d in dys))
+    hidden = tuple(_hidden(names[1:]) for names in ring.axes)
+    weights = [_used(to_x, k, range(1, k.ndim), names) for k, names in zip(kernels, ring.axes, strict=True)]
+    cotangents = [to_x.left(dy, range(2, dy.ndim)) for dy in dys]
+    arguments = (to_kernel.left(x, (0, 1)), *weights, *cotangents, *(to_kernel.right(dy, (0, 1)) for dy in dys))
+    ins = (_STREAM, *ring.axes, *hidden, *hidden)
     dx, *dws = ring.wrap(local, *arguments, ins=ins, outs=(_STREAM, *ring.axes), grads=len(kernels))
     return dx.astype(x.dtype), tuple(_as_gradient(d, k, a) for d, k, a in zip(dws, kernels, ring.axes, strict=True))
 
@@ -236,41 +266,48 @@ _gather_matmul.defvjp(_gather_matmul_fwd, _gather_matmul_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _matmul_scatter(h: Array, kernel: Array, ring: _Ring, dtype: DTypeLike) -> Array:
-    return _matmul_scatter_fwd(h, kernel, ring, dtype)[0]
+def _matmul_scatter(h: Array, kernel: Array, ring: _Ring, arithmetic: Arithmetic) -> Array:
+    return _matmul_scatter_fwd(h, kernel, ring, arithmetic)[0]
 
 
-def _matmul_scatter_fwd(h, kernel, ring, dtype):  # type: ignore[no-untyped-def]
-    (names,) = ring.axes
+def _matmul_scatter_fwd(h, kernel, ring, arithmetic):  # type: ignore[no-untyped-def]
+    (names,), numbers, dtype = ring.axes, arithmetic.forward, arithmetic.out_dtype
 
     def local(h, w):  # type: ignore[no-untyped-def]
-        dims = tuple(range(2, h.ndim)), tuple(range(w.ndim - 1))
-        n = lax.axis_size(ring.over)
-        return [_summed_in_turn(ring.over, lambda at: _dot(_take(h, at, n), w, dims, dtype), dtype)]
+        dims, n = _dims(range(2, len(_shape(h))), range(len(_shape(w)) - 1)), lax.axis_size(ring.over)
+        return [_summed_in_turn(ring.over, lambda at: numbers.dot(_take(h, at, n), w, dims, dtype), dtype)]
 
-    ins = (_hidden(names[:-1]), names)
-    (y,) = ring.wrap(local, h.astype(dtype), *_in_use((kernel,), ring, dtype), ins=ins, outs=(_STREAM,))
+    summed = range(kernel.ndim - 1)
+    arguments = numbers.left(h, range(2, h.ndim)), _used(numbers, kernel, summed, names)
+    (y,) = ring.wrap(local, *arguments, ins=(_hidden(names[:-1]), names), outs=(_STREAM,))
     return y, (h, kernel)
 
 
-def _matmul_scatter_bwd(ring, dtype, residuals, dy):  # type: ignore[no-untyped-def]
-    (h, kernel), (names,) = residuals, ring.axes
+def _matmul_scatter_bwd(ring, arithmetic, residuals, dy):  # type: ignore[no-untyped-def]
+    (h, kernel), (names,), dtype = residuals, ring.axes, arithmetic.dtype
+    to_h, to_kernel = arithmetic.input_gradient, arithmetic.kernel_gradient
 
-    def local(h, w, dy):  # type: ignore[no-untyped-def]
-        n = lax.axis_size(ring.over)
-        dh, dw = jnp.zeros(h.shape, dtype), jnp.zeros(w.shape, jnp.float32)
+    # If only the product for dh rounds, dy travels once, as it is, and is rounded on arrival.
+    apart = to_kernel.rounds
+    cut = (cut_over("batch"), cut_over("residual_seq"), ())
 
-        def multiply(piece: Array, owner: Array) -> None:
+    def local(h, w, *travelling):  # type: ignore[no-untyped-def]
+        n, s = lax.axis_size(ring.over), _shape(travelling[0])[1]
+        dh, dw = jnp.zeros((_shape(h)[0], n * s, *_shape(w)[:-1]), dtype), jnp.zeros(_shape(w), jnp.float32)
+
+        def multiply(pieces: tuple[Operand, ...], owner: Array) -> None:
             nonlocal dh, dw
-            part = _dot(piece, w, ((2,), (w.ndim - 1,)), dtype)
-            dh = lax.dynamic_update_slice_in_dim(dh, part, owner * piece.shape[1], 1)
-            dw = dw + _dot(_take(h, owner, n), piece, ((0, 1), (0, 1)), jnp.float32)
+            left, right = pieces[0] if apart else to_h.left(pieces[0], (2,), cut=cut), pieces[-1]
+            part = to_h.dot(left, w, _dims((2,), (len(_shape(w)) - 1,)), dtype)
+            dh = lax.dynamic_update_slice_in_dim(dh, part, owner * s, 1)
+            dw = dw + to_kernel.dot(_take(h, owner, n), right, _dims((0, 1), (0, 1)), jnp.float32)
 
-        _pieces_in_turn(dy, ring.over, multiply)
+        _pieces_in_turn(travelling, ring.over, multiply)
         return dh, dw
 
-    ins = (_hidden(names[:-1]), names, _STREAM)
-    arguments = (h.astype(dtype), *_in_use((kernel,), ring, dtype), dy.astype(dtype))
+    travelling = (to_h.left(dy, (2,)), to_kernel.right(dy, (0, 1))) if apart else (to_kernel.right(dy, (0, 1)),)
+    arguments = to_kernel.left(h, (0, 1)), _used(to_h, kernel, (kernel.ndim - 1,), names), *travelling
+    ins = (_hidden(names[:-1]), names, *(_STREAM,) * len(travelling))
     dh, dw = ring.wrap(local, *arguments, ins=ins, outs=(_hidden(names[:-1]), names), grads=1)
     return dh.astype(h.dtype), _as_gradient(dw, kernel, names)
 
@@ -284,8 +321,8 @@ def _hidden(names: Names) -> Names:
     return ("batch", "seq", *names)
 
 
-def _in_use(kernels: tuple[Array, ...], ring: _Ring, dtype: DTypeLike) -> list[Array]:
-    return [in_use(k, names, dtype) for k, names in zip(kernels, ring.axes, strict=True)]
+def _used(numbers: Numbers, kernel: Array, summed: Sequence[int], names: Names) -> Operand:
+    return used(numbers.right(kernel, summed), kernel.shape, names)
 
 
 def _as_gradient(dw: Array, kernel: Array, names: Names) -> Array:

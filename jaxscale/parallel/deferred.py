@@ -11,6 +11,7 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxscale.parallel.arithmetic import Arithmetic
 from jaxscale.parallel.weight import Axes, Weight, input_gradient, kernel_gradient, product, product_forward
 
 
@@ -79,35 +80,35 @@ class Deferred(Weight):
         return self.kernel if dtype is None else self.kernel.astype(dtype)
 
     def matmul(
-        self, x: Float[Array, "..."], axes: Axes, contracted: tuple[int, ...], dtype: DTypeLike, out_dtype: DTypeLike
+        self, x: Float[Array, "..."], axes: Axes, contracted: tuple[int, ...], arithmetic: Arithmetic
     ) -> Float[Array, "..."]:
         """Return the product; its backward pass returns input and output cotangent instead of the kernel's gradient."""
         if self.dy is not None:
             keep = self.x is not None
-            return _deferred_product(x, self.kernel, self.x, self.dy, axes, contracted, dtype, out_dtype, keep)
-        y = product(x, self.kernel, axes, contracted, dtype, out_dtype)
+            return _deferred_product(x, self.kernel, self.x, self.dy, axes, contracted, arithmetic, keep)
+        y = product(x, self.kernel, axes, contracted, arithmetic)
         x_axes = tuple(a for i, a in enumerate(axes) if i in contracted)
         y_axes = tuple(a for i, a in enumerate(axes) if i not in contracted)
         gradient = partial(
-            kernel_gradient, axes=axes, contracted=contracted, dtype=dtype, kernel_dtype=self.kernel.dtype
+            kernel_gradient, axes=axes, contracted=contracted, arithmetic=arithmetic, kernel_dtype=self.kernel.dtype
         )
         assert self.uses is not None
         self.uses.products.append(Use(x, y, x_axes, y_axes, gradient))
         return y
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
-def _deferred_product(x, kernel, x_slot, dy_slot, axes, contracted, dtype, out_dtype, keep):  # type: ignore[no-untyped-def]
-    return product_forward(x, kernel, axes, contracted, dtype, out_dtype)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+def _deferred_product(x, kernel, x_slot, dy_slot, axes, contracted, arithmetic, keep):  # type: ignore[no-untyped-def]
+    return product_forward(x, kernel, axes, contracted, arithmetic)[0]
 
 
-def _deferred_product_forward(x, kernel, x_slot, dy_slot, axes, contracted, dtype, out_dtype, keep):  # type: ignore[no-untyped-def]
-    return product_forward(x, kernel, axes, contracted, dtype, out_dtype)
+def _deferred_product_forward(x, kernel, x_slot, dy_slot, axes, contracted, arithmetic, keep):  # type: ignore[no-untyped-def]
+    return product_forward(x, kernel, axes, contracted, arithmetic)
 
 
-def _deferred_product_backward(axes, contracted, dtype, out_dtype, keep, residuals, dy):  # type: ignore[no-untyped-def]
+def _deferred_product_backward(axes, contracted, arithmetic, keep, residuals, dy):  # type: ignore[no-untyped-def]
     x, kernel = residuals
-    return input_gradient(x, kernel, dy, axes, contracted, dtype), None, x if keep else None, dy
+    return input_gradient(x, kernel, dy, axes, contracted, arithmetic), None, x if keep else None, dy
 
 
 _deferred_product.defvjp(_deferred_product_forward, _deferred_product_backward)

@@ -14,12 +14,12 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxscale.errors import LayoutError
 from jaxscale.layout import constrain, current
 from jaxscale.layout.rules import Kind
+from jaxscale.parallel.arithmetic import Arithmetic, Cut, Numbers
 from jaxscale.parallel.expert_exchange import Exchange, carry, move
 from jaxscale.parallel.sharded import cut_over, free_and_manual
 
@@ -88,7 +88,7 @@ def expert_mlp(
     weights: Weights,
     *,
     act: Callable[[Array], Array],
-    dtype: DTypeLike,
+    arithmetic: Arithmetic,
     capacity: Capacity | None = None,
 ) -> Float[Array, "b s e"]:
     """Sum `weight * down(act(gate(x)) * up(x))` over each token's experts; without a gate `down(act(up(x)))`.
@@ -110,22 +110,22 @@ def expert_mlp(
       routed: the experts of each token, or the tokens of each expert.
       weights: float32 or bfloat16, with logical axes `UP` and `DOWN`.
       act: the activation function.
-      dtype: dtype of the inputs of products and of what devices exchange.
+      arithmetic: the numbers of products; its dtype is that of what devices exchange.
       capacity: capacity for `Choices`; `None` drops nothing. It has no effect on `Slots`.
 
     Returns:
-      an array of x's shape, in `dtype`.
+      an array of x's shape, in the arithmetic's dtype.
 
     Raises:
       LayoutError: a dimension that does not divide, or a group of tokens that the layout would shard.
     """
     if isinstance(routed, Slots):
         capacity = Capacity(routed.token.shape[3], x.shape[1] // routed.token.shape[1])
-    x = x.astype(dtype)
+    x = x.astype(arithmetic.dtype)
     layout, (free, manual) = current(), free_and_manual()
     if layout is None or not free:
-        return _local(x, routed, weights, weights, _Settings(act, dtype, capacity))
-    settings = _settings(act, dtype, capacity)
+        return _local(x, routed, weights, weights, _Settings(act, arithmetic, capacity))
+    settings = _settings(act, arithmetic, capacity)
     if not manual:
         _check(x, weights, capacity)
     x = constrain(x, *TOKENS)
@@ -191,26 +191,41 @@ class _Settings:
 
     Args:
       act: the activation function.
-      dtype: dtype of products and exchanges.
+      arithmetic: the numbers of products.
       capacity: the capacity, or `None`.
       experts: all mesh axes that shard experts.
       sent: those of them along which tokens are sent.
       summed: the axes over which outputs are summed.
       gathered: the axes over which weights are sharded and gathered.
       scattered: the axes over which weights' gradients are reduce-scattered.
+      mlp: the axes that shard the hidden layer.
+      tokens: the axes that shard tokens before the exchange.
     """
 
     act: Callable[[Array], Array]
-    dtype: Any
+    arithmetic: Arithmetic
     capacity: Capacity | None
     experts: tuple[str, ...] = ()
     sent: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
     gathered: tuple[str, ...] = ()
     scattered: tuple[str, ...] = ()
+    mlp: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+
+    def lead(self, sizes: Array | None) -> Cut:
+        """Return the mesh axes that shard all dimensions of rows but the last."""
+        if sizes is not None:  # rows of all experts
+            return (tuple(dict.fromkeys((*self.tokens, *self.experts))),)
+        others = tuple(m for m in self.tokens if m not in self.experts)
+        return others, (), others
+
+    def inner(self, embed: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the mesh axes that shard the last dimension of a product's rows, and of its result."""
+        return ((), self.mlp) if embed == 1 else (self.mlp, ())
 
 
-def _settings(act: Callable[[Array], Array], dtype: DTypeLike, capacity: Capacity | None) -> _Settings:
+def _settings(act: Callable[[Array], Array], arithmetic: Arithmetic, capacity: Capacity | None) -> _Settings:
     experts, mlp = cut_over("experts"), cut_over("expert_mlp")
     tokens = cut_over("expert_batch", "expert_seq")
 
@@ -220,7 +235,8 @@ def _settings(act: Callable[[Array], Array], dtype: DTypeLike, capacity: Capacit
 
     sent = tuple(m for m in experts if m in tokens)
     summed = tuple(m for m in (*experts, *mlp) if m not in tokens)
-    return _Settings(act, dtype, capacity, experts, sent, summed, embed("params"), embed("grads"))
+    gathered, scattered = embed("params"), embed("grads")
+    return _Settings(act, arithmetic, capacity, experts, sent, summed, gathered, scattered, mlp, tokens)
 
 
 def _check(x: Array, weights: Weights, capacity: Capacity | None) -> None:
@@ -399,7 +415,8 @@ def _mlp(
         h = settings.act(up)
     else:
         h = settings.act(checkpoint_name(product(rows, weights.gate, taps.gate, 1), "mlp_up")) * up
-    return product((checkpoint_name(h, "mlp_hidden") * scale).astype(settings.dtype), weights.down, taps.down, 2)
+    h = (checkpoint_name(h, "mlp_hidden") * scale).astype(settings.arithmetic.dtype)
+    return product(h, weights.down, taps.down, 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -412,25 +429,30 @@ def _product(rows: Array, kernel: Array, tap: Array, sizes: Array | None, embed:
       tap: gets the kernel's gradient, in its dtype; its dimension `embed` is sharded over `settings.scattered`.
       sizes: rows of each expert, int, or `None`.
       embed: 1 or 2.
-      settings: mesh axes, and the dtype of the inputs.
+      settings: mesh axes, and the numbers of the product.
     """
     return _product_fwd(rows, kernel, tap, sizes, embed, settings)[0]
 
 
 def _product_fwd(rows, kernel, tap, sizes, embed, settings):  # type: ignore[no-untyped-def]
-    return _grouped(rows.astype(settings.dtype), _whole(kernel, embed, settings), sizes), (rows, kernel, sizes)
+    numbers = settings.arithmetic.forward
+    y = _grouped(numbers, rows, kernel, 1, sizes, embed, settings)
+    return y.astype(settings.arithmetic.out_dtype), (rows, kernel, sizes)
 
 
 def _product_bwd(embed, settings, residuals, dy):  # type: ignore[no-untyped-def]
     rows, kernel, sizes = residuals
-    dy = dy.astype(settings.dtype)
-    drows = _grouped(dy, jnp.swapaxes(_whole(kernel, embed, settings), 1, 2), sizes).astype(rows.dtype)
-    rows = rows.astype(settings.dtype)
+    drows = _grouped(settings.arithmetic.input_gradient, dy, kernel, 2, sizes, embed, settings).astype(rows.dtype)
+    numbers = settings.arithmetic.kernel_gradient
+    summed, batch = ((0,), ()) if sizes is not None else ((0, 2), (1,))
+    left, right = (
+        encode(a, summed, batch, (*settings.lead(sizes), cut))
+        for encode, a, cut in zip((numbers.left, numbers.right), (rows, dy), settings.inner(embed), strict=True)
+    )
     if sizes is None:
-        dkernel = jnp.einsum("nxci,nxco->xio", rows, dy, preferred_element_type=kernel.dtype)
+        dkernel = numbers.dot(left, right, ((summed, summed), (batch, batch)), kernel.dtype)
     else:
-        numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-        dkernel = lax.ragged_dot_general(rows, dy, sizes, numbers, preferred_element_type=kernel.dtype)
+        dkernel = numbers.ragged_outer(left, right, sizes, kernel.dtype)
     if settings.scattered:
         dkernel = lax.psum_scatter(dkernel, settings.scattered, scatter_dimension=embed, tiled=True)
     return drows, None, dkernel, None
@@ -439,15 +461,27 @@ def _product_bwd(embed, settings, residuals, dy):  # type: ignore[no-untyped-def
 _product.defvjp(_product_fwd, _product_bwd)
 
 
-def _whole(kernel: Array, embed: int, settings: _Settings) -> Array:
-    kernel = kernel.astype(settings.dtype)
-    return lax.all_gather(kernel, settings.gathered, axis=embed, tiled=True) if settings.gathered else kernel
+def _grouped(
+    numbers: Numbers, rows: Array, kernel: Array, summed: int, sizes: Array | None, embed: int, settings: _Settings
+) -> Array:
+    """Multiply rows by their expert's matrix, of which dimension `summed` is summed over."""
+    cut = settings.inner(embed)[0 if summed == 1 else 1]
+    stored = [(), settings.mlp, settings.mlp]
+    stored[embed] = settings.gathered
+    matrices = numbers.right(kernel, (summed,), (0,), tuple(stored))
 
+    def whole(a: Array) -> Array:  # FSDP's all-gather, of encoded numbers
+        shared = a.shape[embed] == 1 != kernel.shape[embed]
+        return a if shared else lax.all_gather(a, settings.gathered, axis=embed, tiled=True)
 
-def _grouped(rows: Array, matrices: Array, sizes: Array | None) -> Array:
+    matrices = jax.tree.map(whole, matrices) if settings.gathered else matrices
     if sizes is None:
-        return jnp.einsum("nxci,xio->nxco", rows, matrices)
-    out = lax.ragged_dot(rows, matrices, sizes.astype(jnp.int32))
+        left = numbers.left(rows, (3,), (1,), (*settings.lead(sizes), cut))
+        dims = ((3,), (summed,)), ((1,), (0,))
+        return jnp.moveaxis(numbers.dot(left, matrices, dims, settings.arithmetic.dtype), 0, 1)
+    left = numbers.left(rows, (1,), (), (*settings.lead(sizes), cut))
+    matrices = matrices if summed == 1 else jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), matrices)
+    out = numbers.ragged_dot(left, matrices, sizes)
     # `ragged_dot` does not define the values of rows without an expert, forward or backward
     return jnp.where(jnp.arange(len(rows))[:, None] < jnp.sum(sizes), out, 0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxscale.layout import TensorInfo, constrain, in_use, path_name, unfill
 from jaxscale.layout.tensors import Tree
+from jaxscale.parallel.arithmetic import Arithmetic, Operand
 
 Axes = tuple[str, ...]
 
@@ -39,7 +41,7 @@ class Weight(abc.ABC):
         """
 
     def matmul(
-        self, x: Float[Array, "..."], axes: Axes, contracted: tuple[int, ...], dtype: DTypeLike, out_dtype: DTypeLike
+        self, x: Float[Array, "..."], axes: Axes, contracted: tuple[int, ...], arithmetic: Arithmetic
     ) -> Float[Array, "..."]:
         """Return `x · kernel`, by default by `dense`.
 
@@ -47,13 +49,12 @@ class Weight(abc.ABC):
           x: activations.
           axes: logical axis per dimension of the kernel.
           contracted: dimensions of the kernel that are summed over, all leading or all trailing.
-          dtype: dtype of the inputs of the product.
-          out_dtype: dtype of the result.
+          arithmetic: the numbers of the product and its gradients, and the dtype of the result.
 
         Returns:
           the remaining dimensions of `x`, then those of the kernel.
         """
-        return product(x, self.dense(dtype), axes, contracted, dtype, out_dtype)
+        return product(x, self.dense(arithmetic.dtype), axes, contracted, arithmetic)
 
     def infos(self, info: TensorInfo) -> Tree:
         """Return a `TensorInfo` for each array of this weight, in the weight's tree structure.
@@ -94,10 +95,10 @@ class Dense(Weight):
         return self.array if dtype is None else self.array.astype(dtype)
 
     def matmul(
-        self, x: Float[Array, "..."], axes: Axes, contracted: tuple[int, ...], dtype: DTypeLike, out_dtype: DTypeLike
+        self, x: Float[Array, "..."], axes: Axes, contracted: tuple[int, ...], arithmetic: Arithmetic
     ) -> Float[Array, "..."]:
         """See `Weight`; the gradient has the array's dtype."""
-        return product(x, self.array, axes, contracted, dtype, out_dtype)
+        return product(x, self.array, axes, contracted, arithmetic)
 
     def infos(self, info: TensorInfo) -> TensorInfo:
         """See `Weight`: the kernel's info with the array's dtype."""
@@ -113,47 +114,39 @@ def as_weight(value: Array | Weight) -> Weight:
     return value if isinstance(value, Weight) else Dense(value)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def product(
-    x: Float[Array, "..."],
-    kernel: Array,
-    axes: Axes,
-    contracted: tuple[int, ...],
-    dtype: DTypeLike,
-    out_dtype: DTypeLike,
+    x: Float[Array, "..."], kernel: Array, axes: Axes, contracted: tuple[int, ...], arithmetic: Arithmetic
 ) -> Float[Array, "..."]:
     """Compute `x · kernel` for an array; see `jaxscale.nn.project`. An array of integers has no gradient."""
-    return product_forward(x, kernel, axes, contracted, dtype, out_dtype)[0]
+    return product_forward(x, kernel, axes, contracted, arithmetic)[0]
 
 
-def product_forward(  # type: ignore[no-untyped-def]
-    x, kernel, axes, contracted, dtype, out_dtype
-):
+def product_forward(x, kernel, axes, contracted, arithmetic):  # type: ignore[no-untyped-def]
     """Return the product and its residuals."""
     # The product is not in a nested jitted function, so that rematerialisation policies see it.
-    dims = _last(x, len(contracted)), contracted
-    weight = in_use(kernel, axes, dtype)
-    y = jax.lax.dot_general(x.astype(dtype), weight, (dims, ((), ())), preferred_element_type=out_dtype)
-    return y, (x, kernel)
+    numbers, dims = arithmetic.forward, _last(x, len(contracted))
+    left, right = numbers.left(x, dims), used(numbers.right(kernel, contracted), kernel.shape, axes)
+    return numbers.dot(left, right, ((dims, contracted), ((), ())), arithmetic.out_dtype), (x, kernel)
 
 
-def _backward(axes, contracted, dtype, out_dtype, residuals, dy):  # type: ignore[no-untyped-def]
+def _backward(axes, contracted, arithmetic, residuals, dy):  # type: ignore[no-untyped-def]
     x, kernel = residuals
-    dx = input_gradient(x, kernel, dy, axes, contracted, dtype)
+    dx = input_gradient(x, kernel, dy, axes, contracted, arithmetic)
     if not jnp.issubdtype(kernel.dtype, jnp.inexact):
         return dx, None
-    return dx, unfill(kernel_gradient(x, dy, axes, contracted, dtype, kernel.dtype), kernel.shape, *axes)
+    return dx, unfill(kernel_gradient(x, dy, axes, contracted, arithmetic, kernel.dtype), kernel.shape, *axes)
 
 
 product.defvjp(product_forward, _backward)
 
 
-def input_gradient(x, kernel, dy, axes, contracted, dtype):  # type: ignore[no-untyped-def]
+def input_gradient(x, kernel, dy, axes, contracted, arithmetic):  # type: ignore[no-untyped-def]
     """Return the cotangent of a product's input."""
     rest = tuple(i for i in range(kernel.ndim) if i not in contracted)
-    dims = _last(dy, len(rest)), rest
-    weight = in_use(kernel, axes, dtype)
-    return jax.lax.dot_general(dy.astype(dtype), weight, (dims, ((), ())), preferred_element_type=x.dtype)
+    numbers, dims = arithmetic.input_gradient, _last(dy, len(rest))
+    left, right = numbers.left(dy, dims), used(numbers.right(kernel, rest), kernel.shape, axes)
+    return numbers.dot(left, right, ((dims, rest), ((), ())), x.dtype)
 
 
 def kernel_gradient(
@@ -161,15 +154,38 @@ def kernel_gradient(
     dy: Float[Array, "..."],
     axes: Axes,
     contracted: tuple[int, ...],
-    dtype: DTypeLike,
+    arithmetic: Arithmetic,
     kernel_dtype: DTypeLike,
 ) -> Float[Array, "..."]:
     """Return the gradient of a product's kernel, from the product's input and its output's cotangent."""
-    x, dy = x.astype(dtype), dy.astype(dtype)
-    batch = tuple(range(x.ndim - len(contracted)))
-    left, right = (x, dy) if contracted[0] == 0 else (dy, x)
-    dkernel = jax.lax.dot_general(left, right, ((batch, batch), ((), ())), preferred_element_type=kernel_dtype)
+    numbers, batch = arithmetic.kernel_gradient, tuple(range(x.ndim - len(contracted)))
+    left, right = numbers.left(x, batch), numbers.right(dy, batch)
+    if contracted[0] != 0:
+        left, right = right, left
+    dkernel = numbers.dot(left, right, ((batch, batch), ((), ())), kernel_dtype)
     return constrain(dkernel, *axes, kind="grads")
+
+
+def used(operand: Operand, shape: tuple[int, ...], axes: Axes) -> Operand:
+    """Return an encoded kernel as a layer computes with it: its arrays sharded as activations (FSDP gathers them).
+
+    Args:
+      operand: the kernel, encoded.
+      shape: the kernel's shape.
+      axes: its logical axes.
+    """
+    return jax.tree.map(lambda a: in_use(a, axes_of(a, shape, axes), a.dtype), operand)
+
+
+def axes_of(a: Array, shape: tuple[int, ...], axes: Sequence[str | None]) -> tuple[str | None, ...]:
+    """Return the logical axes of an array of an encoded operand: none where its elements are shared by all.
+
+    Args:
+      a: the array.
+      shape: shape of the operand.
+      axes: the operand's logical axes.
+    """
+    return tuple(None if m == 1 != n else name for m, n, name in zip(a.shape, shape, axes, strict=True))
 
 
 def _last(x: Array, n: int) -> tuple[int, ...]:

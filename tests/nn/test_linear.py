@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.layout import Layout, Rules
 from jaxscale.nn import Embedding, Linear, head_logits, project
+from jaxscale.parallel import Arithmetic
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.layouts import in_force
 
@@ -38,7 +39,7 @@ def _arrays(case):
 def test_the_gradient_of_project_is_that_of_the_plain_expression(case, layout):
     _, _, axes, contracted, expression = CASES[case]
     x, kernel = _arrays(case)
-    ours = lambda x, w: jnp.sum(jnp.sin(project(x, w, axes, contracted, jnp.float32, jnp.float32)))  # noqa: E731
+    ours = lambda x, w: jnp.sum(jnp.sin(project(x, w, axes, contracted, Arithmetic.cast(jnp.float32))))  # noqa: E731
     plain = lambda x, w: jnp.sum(jnp.sin(jnp.einsum(expression, x, w)))  # noqa: E731
     want = jax.jit(jax.value_and_grad(plain, (0, 1)))(x, kernel)
     with in_force(layout):
@@ -69,7 +70,7 @@ def test_in_bfloat16_the_weight_gradient_leaves_the_product_in_float32(case):
     x, kernel = _arrays(case)
     x = x.astype(jnp.bfloat16)
     bf16 = jnp.dtype("bfloat16")
-    loss = lambda x, w: jnp.sum(project(x, w, axes, contracted, bf16, bf16).astype(jnp.float32))  # noqa: E731
+    loss = lambda x, w: jnp.sum(project(x, w, axes, contracted, Arithmetic.cast(bf16)).astype(jnp.float32))  # noqa: E731
     products = _products(jax.grad(loss, (0, 1)), x, kernel)
     assert len(products) == 3
     assert all(inputs == {"bfloat16"} for inputs, _, _ in products), "every multiplication is bfloat16's"
@@ -104,7 +105,7 @@ def test_the_weight_gradient_lands_where_the_rules_for_gradients_say(rules, spec
     layout = Layout("data=2,fsdp=2,tensor=2", rules)
     _, _, axes, contracted, _ = CASES["up"]
     with layout:
-        f = functools.partial(project, axes=axes, contracted=contracted, dtype=jnp.float32, out_dtype=jnp.float32)
+        f = functools.partial(project, axes=axes, contracted=contracted, arithmetic=Arithmetic.cast(jnp.float32))
         got = jax.jit(jax.grad(lambda w: jnp.sum(f(x, w) ** 2)))(kernel)
     assert got.sharding.is_equivalent_to(jax.NamedSharding(layout.device_mesh, spec), 2), got.sharding
 

@@ -22,6 +22,7 @@ from jaxscale.nn import POLICIES, MemoryPolicy, RMSNorm, SwiGLU
 from jaxscale.nn.adapted import Adapted
 from jaxscale.nn.linear import project
 from jaxscale.nn.memory import in_tiles
+from jaxscale.parallel import Arithmetic
 from jaxscale.step.backprop import make_loss_and_grads
 from jaxscale.step.state import Blueprint, describe_model
 from tests.truth.compare import assert_leaves_agree
@@ -86,7 +87,7 @@ def test_an_adapters_second_product_is_recomputed_where_products_are_saved():
     kernel, x, a, b = (jnp.ones(shape) for shape in ((64, 64), (4, 64), (64, 2), (2, 64)))
 
     def layer(x, a, b):
-        return jnp.tanh(project(x, Adapted(kernel, a, b, 1.0), ("embed", "mlp"), (0,), "float32", "float32"))
+        return jnp.tanh(project(x, Adapted(kernel, a, b, 1.0), ("embed", "mlp"), (0,), Arithmetic.cast("float32")))
 
     products = {}
     for name in ("none", "dots", "full"):

@@ -59,14 +59,14 @@ class Int8Weight(Weight):
     def dense(self, dtype=None):
         return (self.codes * self.scale).astype(dtype or self.scale.dtype)
 
-    def matmul(self, x, axes, contracted, dtype, out_dtype):
-        y = project(x, self.codes, axes, contracted, dtype, jnp.float32)
-        return (y * jnp.squeeze(self.scale, contracted)).astype(out_dtype)
+    def matmul(self, x, axes, contracted, arithmetic):
+        y = project(x, self.codes, axes, contracted, arithmetic.plain(jnp.float32))
+        return (y * jnp.squeeze(self.scale, contracted)).astype(arithmetic.out_dtype)
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class Int8(WeightFormat):
+class OwnInt8(WeightFormat):
     """The largest number of an output is 127."""
 
     tables: bool = True
@@ -96,7 +96,7 @@ def _exact(weight):
 def _both(model):
     """A module with weights, and the same module with dense arrays."""
     graphdef, infos = abstract(lambda: model)
-    weights = Int8().encoded(jax.tree.map(jnp.asarray, random_params(infos)), infos, None)
+    weights = OwnInt8().encoded(jax.tree.map(jnp.asarray, random_params(infos)), infos, None)
     dense = jax.tree.map(lambda i, w: as_weight(w).dense(), infos, weights)
     return nnx.merge(graphdef, weights), nnx.merge(graphdef, dense), weights
 
@@ -161,7 +161,7 @@ def base(tmp_path_factory):
 
 
 def _settings(base, layout):
-    lora = LoRA(rank=2, targets=("q", "out", "shared"), base=Int8())
+    lora = LoRA(rank=2, targets=("q", "out", "shared"), base=OwnInt8())
     more = dict(optimizer=SGD(momentum=0.0), lr=0.05, schedule=Constant(), clip_norm=None)
     return dict(start=FromRun(str(base.path)), adapters=lora, layout=layout, **more, **ROWS)
 
@@ -185,17 +185,17 @@ def test_adapters_over_them_train_on_a_mesh_as_on_one_device_and_go_on_upon_anot
     assert tuple(kernel.scale.sharding.spec) == (None, None, "tensor")
     names = run.checkpoints.manifest(4)["leaves"]
     assert {n.rsplit("/", 1)[1] for n in names if n.startswith("params/")} == {"a", "b"}
-    assert js.load(run.path).config.adapters.base == Int8()
+    assert js.load(run.path).config.adapters.base == OwnInt8()
     merged = js.load(run.path).params()  # arrays of the model's own types
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(merged))
 
 
 def test_a_checkpoint_holds_weights_and_gives_them_to_another_mesh(tmp_path):
     _, infos = describe_model(MODEL)
-    own, params = Int8().infos(infos), jax.tree.map(jnp.asarray, random_params(infos))
+    own, params = OwnInt8().infos(infos), jax.tree.map(jnp.asarray, random_params(infos))
     layout, other = js.Layout(THREE), js.Layout("fsdp=4,tensor=2")
     placed = jax.tree.map(jax.device_put, params, shardings_of(infos, layout))
-    weights = Int8().encoded(placed, infos, layout)
+    weights = OwnInt8().encoded(placed, infos, layout)
     checkpoints = Checkpoints(tmp_path, run="x")
     checkpoints.save(TrainState(jnp.int32(3), weights, {}, jax.random.key(0)), {"params": own, "extra": {}}, {})
     checkpoints.close()
@@ -220,7 +220,7 @@ def test_the_planner_counts_the_bytes_of_weights(base):
     assert sum(r.bytes_per_device for r in rows) == local_bytes
     codes = {r.path: r.dtype for r in rows}
     assert codes["embed/weight/codes"] == "int8" and codes["runs/0/blocks/0/mlp/up/scale"] == "float32"
-    with raises_saying(ConfigError, "no formula covers", "Int8", "traced step"):
+    with raises_saying(ConfigError, "no formula covers", "OwnInt8", "traced step"):
         covered(config)
 
 
@@ -232,7 +232,7 @@ def greedy(base):
     """Greedy tokens by full forward passes with the dense arrays."""
     run = js.load(base.path)
     graphdef, infos = describe_model(MODEL)
-    weights = Int8().encoded(run.params(), infos, None)
+    weights = OwnInt8().encoded(run.params(), infos, None)
     dense = jax.tree.map(lambda i, w: as_weight(w).dense(), infos, weights)
     logits = jax.jit(lambda params, ids: nnx.merge(graphdef, params)(ids))
     texts = []
@@ -255,13 +255,13 @@ ASKED = dict(temperature=0, max_tokens=4, ignore_end=True)
 def test_greedy_completions_are_those_of_dense_arrays(base, greedy, options):
     run = js.load(base.path)
     options = {**options, **({"layout": js.Layout(options["layout"])} if "layout" in options else {})}
-    results = run.generate(PROMPTS, weights=Int8(), **ASKED, **options)
+    results = run.generate(PROMPTS, weights=OwnInt8(), **ASKED, **options)
     assert [list(text.ids) for text in results] == greedy
 
 
 def test_a_server_s_engine_takes_them(base, greedy):
     served = Served("x", ByteTokenizer(), 12, 32, lambda text: [])
-    engine = engine_of(js.load(base.path), served, rows=2, budget=8, weights=Int8())
+    engine = engine_of(js.load(base.path), served, rows=2, budget=8, weights=OwnInt8())
     assert engine.stepper._params["head"]["weight"].codes.dtype == jnp.int8
     for i, prompt in enumerate(PROMPTS):
         engine.submit(Request(tuple(prompt), Sampling(temperature=0, max_tokens=4), i))
@@ -279,7 +279,7 @@ def test_a_layer_from_disk_is_read_once_for_all_arrays_of_its_weights(base, monk
     monkeypatch.setattr(
         type(arrays), "read", lambda self, name, regions: seen.append(name) or read(self, name, regions)
     )
-    _, layers = stream_model(run, "disk", weights=Int8())
+    _, layers = stream_model(run, "disk", weights=OwnInt8())
     for _ in layers.each():
         pass
     layers.close()

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxscale.errors import LayoutError
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
+from jaxscale.parallel import Arithmetic
 from jaxscale.parallel.collective_matmul import gather_matmul, matmul_scatter
 from jaxscale.plan.collectives import collectives
 from jaxscale.step.state import describe_model
@@ -36,8 +37,10 @@ def arrays():
 
 
 def through(x, q, up, down):
-    y, h = gather_matmul(x, (q, up), (QUERY, UP), jnp.float32)
-    return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(matmul_scatter(jax.nn.gelu(h), down, DOWN, jnp.float32)))
+    y, h = gather_matmul(x, (q, up), (QUERY, UP), Arithmetic.cast(jnp.float32))
+    return jnp.sum(jnp.sin(y)) + jnp.sum(
+        jnp.cos(matmul_scatter(jax.nn.gelu(h), down, DOWN, Arithmetic.cast(jnp.float32)))
+    )
 
 
 def plainly(x, q, up, down):

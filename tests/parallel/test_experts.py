@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxscale.layout import Layout, Rules, abstract, constrain, describe, shardings_of
 from jaxscale.nn import MixtureOfExperts
-from jaxscale.parallel import expert_exchange, experts, wire_rows
+from jaxscale.parallel import Arithmetic, expert_exchange, experts, wire_rows
 from jaxscale.plan import compile_for, topology_devices
 from jaxscale.plan.collectives import collectives
 from tests.truth.compare import assert_leaves_agree
@@ -140,7 +140,9 @@ def test_rows_without_an_expert_add_nothing_whatever_their_values(monkeypatch):
 
     def loss(x, scale, up, down):
         routed, weights = experts.Choices(ids, scale), experts.Weights(None, up, down)
-        return jnp.sum(jnp.square(experts.expert_mlp(x, routed, weights, act=jax.nn.gelu, dtype=jnp.float32)))
+        return jnp.sum(
+            jnp.square(experts.expert_mlp(x, routed, weights, act=jax.nn.gelu, arithmetic=Arithmetic.cast(jnp.float32)))
+        )
 
     def poisoned(rows, matrices, sizes):
         return jnp.where(jnp.arange(len(rows))[:, None] < jnp.sum(sizes), product(rows, matrices, sizes), jnp.nan)

@@ -1,0 +1,163 @@
+"""`Arithmetic`: in which numbers the three products of a layer are computed, forward and backward."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+Operand = Any
+"""An operand of a product, as `Numbers` encodes it: a pytree of arrays of one rank, such as codes and their scales. An
+array's dimension has the size of the encoded array's, or is shorter where elements share a value (1: all of them)."""
+
+Dims = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+"""Summed dimensions of both operands, then batch dimensions of both, as in `jax.lax.dot_general`."""
+
+Cut = tuple[tuple[str, ...], ...]
+"""For each dimension the manual mesh axes of an enclosing `shard_map` that shard it."""
+
+
+class Numbers(abc.ABC):
+    """The numbers to which the operands of a product are rounded, and the product of rounded operands.
+
+    A subclass is a frozen dataclass: it is part of compiled programs' keys.
+    """
+
+    rounds: ClassVar[bool] = True
+    """Whether an element is rounded depending on other elements of the operand."""
+
+    @abc.abstractmethod
+    def left(self, a: Float[Array, "..."], dims: Sequence[int], batch: Sequence[int] = (), cut: Cut = ()) -> Operand:
+        """Encode the left operand: activations, or the output's cotangent in the product for the input's gradient.
+
+        Args:
+          a: the operand.
+          dims: its dimensions that the product sums over.
+          batch: its batch dimensions, such as that of experts.
+          cut: the mesh axes that shard each dimension, inside a `shard_map`; by default none.
+        """
+
+    @abc.abstractmethod
+    def right(self, a: Float[Array, "..."], dims: Sequence[int], batch: Sequence[int] = (), cut: Cut = ()) -> Operand:
+        """Encode the right operand: the kernel, or the output's cotangent in the product for the kernel's gradient.
+
+        Args:
+          a: the operand.
+          dims: see `left`.
+          batch: see `left`.
+          cut: see `left`.
+        """
+
+    @abc.abstractmethod
+    def dot(self, left: Operand, right: Operand, dims: Dims, out_dtype: DTypeLike) -> Float[Array, "..."]:
+        """Multiply encoded operands; dimensions of the result as of `jax.lax.dot_general`.
+
+        Args:
+          left: from `left`.
+          right: from `right`.
+          dims: summed and batch dimensions.
+          out_dtype: dtype of the result.
+        """
+
+    @abc.abstractmethod
+    def ragged_dot(self, rows: Operand, matrices: Operand, sizes: Int[Array, " x"]) -> Float[Array, "n o"]:
+        """Multiply each row by the matrix of its group.
+
+        Args:
+          rows: `left` of an array (n, i), sorted by group.
+          matrices: `right` of an array (x, i, o).
+          sizes: rows of each group; rows after the last group have undefined results.
+        """
+
+    @abc.abstractmethod
+    def ragged_outer(
+        self, rows: Operand, other: Operand, sizes: Int[Array, " x"], out_dtype: DTypeLike
+    ) -> Float[Array, "x i o"]:
+        """Sum, for each group, the outer products of rows.
+
+        Args:
+          rows: `left` of an array (n, i), sorted by group.
+          other: `right` of an array (n, o).
+          sizes: rows of each group.
+          out_dtype: dtype of the result.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast(Numbers):
+    """Operands cast to one dtype.
+
+    Args:
+      dtype: the dtype.
+    """
+
+    rounds: ClassVar[bool] = False
+    dtype: DTypeLike
+
+    def left(self, a: Float[Array, "..."], dims: Sequence[int], batch: Sequence[int] = (), cut: Cut = ()) -> Operand:
+        """See `Numbers`."""
+        return a.astype(self.dtype)
+
+    right = left
+
+    def dot(self, left: Operand, right: Operand, dims: Dims, out_dtype: DTypeLike) -> Float[Array, "..."]:
+        """See `Numbers`; accumulated in `out_dtype` or wider."""
+        return lax.dot_general(left, right, dims, preferred_element_type=out_dtype)
+
+    def ragged_dot(self, rows: Operand, matrices: Operand, sizes: Int[Array, " x"]) -> Float[Array, "n o"]:
+        """See `Numbers`."""
+        return lax.ragged_dot(rows, matrices, sizes.astype(jnp.int32))
+
+    def ragged_outer(
+        self, rows: Operand, other: Operand, sizes: Int[Array, " x"], out_dtype: DTypeLike
+    ) -> Float[Array, "x i o"]:
+        """See `Numbers`."""
+        return lax.ragged_dot_general(rows, other, sizes, RAGGED_OUTER, preferred_element_type=out_dtype)
+
+
+RAGGED_OUTER = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+"""The dimension numbers of `Numbers.ragged_outer`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """How a product with a kernel is computed, and its two gradients. Hashable.
+
+    Args:
+      forward: the numbers of activations (left) and kernel (right).
+      input_gradient: the numbers of the output's cotangent (left) and kernel (right).
+      kernel_gradient: the numbers of activations (left) and the output's cotangent (right).
+      dtype: dtype of operands that are not rounded further, such as those of an adapter.
+      out_dtype: dtype of the product. Gradients have the dtype of what they belong to.
+    """
+
+    forward: Numbers
+    input_gradient: Numbers
+    kernel_gradient: Numbers
+    dtype: DTypeLike
+    out_dtype: DTypeLike
+
+    @classmethod
+    def cast(cls, dtype: DTypeLike, out_dtype: DTypeLike | None = None) -> Arithmetic:
+        """Return ordinary products of operands cast to a dtype.
+
+        Args:
+          dtype: dtype of the operands.
+          out_dtype: dtype of the product; by default `dtype`.
+        """
+        dtype = jnp.dtype(dtype)
+        return cls(*(Cast(dtype),) * 3, dtype, jnp.dtype(dtype if out_dtype is None else out_dtype))
+
+    def plain(self, out_dtype: DTypeLike | None = None) -> Arithmetic:
+        """Return ordinary products in the same dtypes.
+
+        Args:
+          out_dtype: dtype of the product; by default that of this one.
+        """
+        return Arithmetic.cast(self.dtype, self.out_dtype if out_dtype is None else out_dtype)

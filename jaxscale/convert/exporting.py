@@ -137,6 +137,7 @@ class _Blocks:
         self._arrays: Arrays | None = None
         self._last: dict[tuple[str, Region], np.ndarray] = {}
         blueprint, _ = blueprint_of(dataclasses.replace(run.config, layout=None))
+        # with adapters or a weight format, parameters are computed
         part = None if blueprint.adaptation is not None else blueprint.algorithm.weights_in(blueprint)
         self._part = part or "params"
         every = {f"{self._part}/{i.path}": i for i in jax.tree.leaves(infos)}

@@ -77,6 +77,11 @@ def grow(
         raise ConfigError(f"method = {method!r} has no effect without a number of layers; set layers, or leave it out")
     if not growths:
         raise ConfigError("nothing grows; set layers, width, hidden or heads")
+    if config.stored is not None:
+        raise ConfigError(
+            f"{run.place} stores its matrices as {config.stored!r}; write plain arrays first, with jaxscale merge "
+            f"{run.place} OUT, and grow that run"
+        )
     check_new(out)
     step = run.last_step() if step is None else step
     model = growths[-1].model

@@ -14,7 +14,8 @@ def merge(run: Run, out: str | Path, *, step: int | None = None, layout: Layout 
     """Write a run's evaluation parameters (see `RunFolder.params`) as a run folder of its own.
 
     For a run with adapters these are the model's parameters with the adapters merged, for a schedule-free optimizer
-    the average. They have the model's dtype. Tokenizer and other files of an imported checkpoint are copied.
+    the average. They have the model's dtype, and are plain arrays also where the run stores matrices in a weight
+    format. Tokenizer and other files of an imported checkpoint are copied.
 
     Args:
       run: a run with a checkpoint.
@@ -32,7 +33,7 @@ def merge(run: Run, out: str | Path, *, step: int | None = None, layout: Layout 
     check_new(out)
     step = run.last_step() if step is None else step
     params = run.params(step, layout)
-    config = dataclasses.replace(run.config, start=None, adapters=None, layout=layout)
+    config = dataclasses.replace(run.config, start=None, adapters=None, stored=None, layout=layout)
     facts = {"merged": {"run": str(run.path.absolute()), "id": run.info.get("id"), "step": step}}
     merged = begin(run, out, config, facts, "merging")
     save_params(merged, params, layout)

@@ -16,7 +16,7 @@ from jaxscale.errors import RunError
 from jaxscale.layout import Layout
 from jaxscale.run import Run
 from jaxscale.step.config import TrainConfig
-from jaxscale.step.state import describe_model
+from jaxscale.step.stored import stored_infos
 from jaxscale.train import agree
 from jaxscale.train.checkpoints import flatten
 from jaxscale.train.checkpoints.chunks import to_host
@@ -88,11 +88,11 @@ def save_params(run: Run, params: Any, layout: Layout | None) -> None:
 
     Args:
       run: the new run.
-      params: its model's parameters.
+      params: its model's parameters; with `train.stored` of the new run, its `Weight`s.
       layout: where they are, for the record.
     """
     arrays = to_host(flatten({"params": params}))
-    leaves = leaves_of({}, arrays, describe_model(run.config.model)[1])
+    leaves = leaves_of({}, arrays, stored_infos(run.config))
     store = checkpoints_in(run.path)
     about_them = {"leaves": leaves, "layout": None if layout is None else str(layout), "data": None}
     store.save_host(WEIGHTS_STEP, arrays, about_them)

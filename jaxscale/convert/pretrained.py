@@ -22,6 +22,7 @@ from jaxscale.layout import Layout, shardings_of
 from jaxscale.run import Run
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.state import describe_model
+from jaxscale.step.stored import stored_infos
 from jaxscale.train.checkpoints import digest
 from jaxscale.train.checkpoints.journal import Journal
 from jaxscale.train.checkpoints.lazily import unread
@@ -106,7 +107,9 @@ def write_run(
     Args:
       out: the folder.
       config: the run's settings; chunks of the checkpoint are the shards of its layout.
-      arrays: source of the parameters, by the names of a checkpoint ("params/embed/weight"), with the model's dtypes.
+      arrays: source of the parameters, by the names of a checkpoint ("params/embed/weight"), with the model's dtypes;
+        with `config.stored` those of its arrays ("params/runs/0/blocks/0/attn/q/kernel/codes"), see
+        `jaxscale.step.stored.stored_infos`.
       hf: a folder whose tokenizer.json and so on to copy, or `None`.
       facts: further facts for `run.json`, such as "source".
       mark: identifies the values: an interrupted write continues only if this and the settings are the same.
@@ -123,7 +126,7 @@ def write_run(
     if jax.process_count() > 1:
         raise RunError("only one process can import; run it on one host, into a folder that all hosts share")
     run = Run(out, config)
-    _, infos = describe_model(config.model)
+    infos = stored_infos(config)
     shardings = shardings_of(infos, config.layout)
     mark = hashlib.sha256(f"{mark} {gin_config.dumps('train', config.values())}".encode()).hexdigest()
     _claim(run.path, mark, say)

@@ -83,9 +83,11 @@ def load_model(
         layout = run.config.layout
     model = dropless(run.config.model) if generation else run.config.model
     graphdef, infos = describe_model(for_length(model, length))
+    refuse_second_format(run, weights)
+    held = run.config.stored
 
     def prepare(params: Tree) -> Tree:
-        stored = infos
+        stored = infos if held is None else held.infos(infos)
         if weights is not None:
             params, stored = weights.encoded(params, infos, layout), weights.infos(infos)
         return on_stages(graphdef, params, stored, generating(layout)) if generation else params
@@ -94,8 +96,25 @@ def load_model(
         assert run.state is not None
         return Loaded(graphdef, prepare(run.params(layout=layout)), layout, int(run.state.step))
     number = run.last_step() if step is None else step
-    params = run.session.params(number, layout, generation, weights, lambda: prepare(run.params(step, layout=layout)))
+    params = run.session.params(number, layout, generation, weights, lambda: prepare(run.weights(step, layout)))
     return Loaded(graphdef, params, layout, number)
+
+
+def refuse_second_format(run: Run, weights: WeightFormat | None) -> None:
+    """Check that a weight format is not set for a run that stores its matrices in one.
+
+    Args:
+      run: the run.
+      weights: the format; `None` is as they are stored.
+
+    Raises:
+      ConfigError: both have one.
+    """
+    if weights is not None and run.config.stored is not None:
+        raise ConfigError(
+            f"{run.place} stores its matrices as {run.config.stored!r}; leave out the weight format {weights!r}, or "
+            f"write plain arrays first with jaxscale merge {run.place} OUT"
+        )
 
 
 def for_length(model: ModelConfig, length: int | None) -> ModelConfig:

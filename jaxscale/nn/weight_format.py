@@ -54,18 +54,19 @@ class WeightFormat(abc.ABC):
         """Convert a model's parameters to this format, one matrix after the other.
 
         Args:
-          params: the parameters, sharded by `layout`; an array without other references is freed once it is converted.
+          params: the parameters, sharded by `layout`; an array without other references is freed once it is converted,
+            and a `Weight` is left as it is.
           infos: the model's tree of `TensorInfo`.
           layout: the layout by which the converted arrays are sharded, or `None`.
 
         Raises:
           LayoutError: an array that the layout cannot shard; the message names it.
         """
-        leaves, structure = jax.tree.flatten(params)
+        leaves, structure = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Weight))
         del params
         compiled: dict[Any, Any] = {}
         for n, info in enumerate(jax.tree.leaves(infos)):
-            if not self._takes(info):
+            if not self._takes(info) or isinstance(leaves[n], Weight):
                 continue
             alike = (info.shape, info.axes, info.contracted, leaves[n].dtype)
             if alike not in compiled:

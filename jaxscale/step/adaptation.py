@@ -62,11 +62,12 @@ class Adaptation(Protocol):
     def base(self) -> Tree:
         """A `TensorInfo` per frozen array."""
 
-    def freeze(self, read: Callable[[Tree], Tree], layout: Layout | None) -> Tree:
+    def freeze(self, read: Callable[..., Tree], layout: Layout | None) -> Tree:
         """Return the frozen arrays, sharded; their shapes and dtypes are those of `base`.
 
         Args:
-          read: takes a tree of `TensorInfo` and returns its arrays from the checkpoint of `train.start`, sharded.
+          read: takes a tree of `TensorInfo` and returns its arrays from the checkpoint of `train.start`, sharded; with
+            `stored=` a weight format, those that the checkpoint holds in it as they are.
           layout: the run's layout; `None` is one device.
         """
 

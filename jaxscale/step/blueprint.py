@@ -25,6 +25,7 @@ from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import terms_of
 from jaxscale.step.objective_checks import check_numbers, merge_totals
 from jaxscale.step.state import Blueprint, Teacher, describe_model, make_params
+from jaxscale.step.stored import Stored, adapted_to
 
 log = logging.getLogger("jaxscale")
 
@@ -62,7 +63,10 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Schedule | None]:
                 f"pipeline stages add adapters to the weights, and LoRA.base_dtype = '{config.adapters.base_dtype}' "
                 "would round the sums; remove it, or use a mesh without pipeline"
             )
-    if isinstance(config.optimizer, optax.GradientTransformation):
+    if config.stored is not None:  # nothing is trained: a plan's step is a forward pass
+        adaptation, infos, make = Stored(config.stored, infos), {}, lambda seed: {}
+        tx = optax.identity()
+    elif isinstance(config.optimizer, optax.GradientTransformation):
         if widening is not None:
             raise ConfigError(
                 f"{type(widening.parametrisation).__name__} sets the learning rate of each tensor, but an optax "
@@ -73,7 +77,7 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Schedule | None]:
         schedule = config.schedule.make(config.lr, config.steps)
         of = config.optimizer.make if widening is None else functools.partial(widening.make, config.optimizer)
         tx = of(schedule, without_biases(infos))
-    if config.clip_norm is not None:
+    if config.clip_norm is not None and config.stored is None:
         tx = chain(_clip(config.clip_norm), tx)
     if len(jax.tree.leaves(without_biases(infos))) < len(jax.tree.leaves(infos)):
         tx = balanced(tx, config.balance_rate)
@@ -141,13 +145,15 @@ def _value(config: TrainConfig, model: nnx.Module, batch: Mapping[str, jax.Array
 def settled(config: TrainConfig) -> TrainConfig:
     """Return settings in which what `train.start` implies is explicit: the checkpoint's step, model and tokenizer.
 
-    A model or tokenizer that has its default is replaced by that of the run that this one starts from.
+    A model or tokenizer that has its default is replaced by that of the run that this one starts from, and so is the
+    format of matrices frozen beside adapters.
 
     Args:
       config: settings of a run.
 
     Raises:
       RunError: there is no run to start from, or it has no checkpoint.
+      ConfigError: that run's matrices are stored in a weight format, and there are no adapters.
     """
     if config.objective.teacher is not None:
         objective = dataclasses.replace(config.objective, teacher=config.objective.teacher.settled())  # type: ignore[type-var]
@@ -168,7 +174,8 @@ def settled(config: TrainConfig) -> TrainConfig:
                 "trained on; set train.tokenizer",
                 start.path,
             )
-    return dataclasses.replace(config, **changes)
+    stored = start.run.config.stored
+    return adapted_to(dataclasses.replace(config, **changes), stored, str(config.start.path))
 
 
 def _clip(norm: float) -> optax.GradientTransformation:

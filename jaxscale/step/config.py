@@ -16,6 +16,7 @@ from jaxscale.data.packing import PACKINGS
 from jaxscale.errors import ConfigError, DataError, near
 from jaxscale.layout import Layout
 from jaxscale.models import ModelConfig, TransformerConfig
+from jaxscale.nn import WeightFormat
 from jaxscale.optim import AdamW, LRSchedule, Optimizer, WarmupCosine
 from jaxscale.signatures import check_method
 from jaxscale.step.adaptation import Adapters
@@ -43,6 +44,8 @@ class TrainConfig:
       data: a corpus, such as `python_stdlib()`; other objects with `__len__` and `__getitem__` become `records(data)`.
       start: where initial parameters are from, such as `FromRun('runs/qwen3')`; `None` draws random ones. If `model` or
         `tokenizer` has its default, that run's is used (see `settled`).
+      stored: the weight format in which the run's checkpoint holds matrices, such as that of `jaxscale quantize`; the
+        run is then not trained. `None` is plain arrays.
       adapters: `LoRA()` trains adapters beside a frozen model, `Unfreeze(targets)` some of its parameters, `None` all.
       layout: mesh and rules; by default all devices, data-parallel. `None` is one device and no mesh.
       tokenizer: turns text into token ids; ignored by corpora that consist of token ids.
@@ -90,6 +93,7 @@ class TrainConfig:
     model: ModelConfig = TransformerConfig()
     start: Start | None = None
     adapters: Adapters | None = None
+    stored: WeightFormat | None = None
     data: Corpus = python_stdlib()
     layout: Layout | None = Layout()
     tokenizer: Tokenizer = ByteTokenizer()
@@ -175,6 +179,16 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not all(hasattr(type(value), method) for method in methods):
                 raise ConfigError(f"train.{name} must be {example} or None, not {_called(value)}{meant(value)}")
+        if not isinstance(self.stored, WeightFormat | None):
+            raise ConfigError(
+                f"train.stored must be a weight format such as GroupedIntegers(), or None, not {_called(self.stored)}"
+                f"{meant(self.stored)}"
+            )
+        if self.stored is not None and self.adapters is not None:
+            raise ConfigError(
+                "train.stored is the format of a run's own checkpoint, and the frozen matrices of adapters are in "
+                "another run's; set LoRA.base in its place"
+            )
         if self.adapters is not None and self.start is None:
             raise ConfigError("train.adapters needs a trained model; set train.start, as FromRun('runs/base')")
 

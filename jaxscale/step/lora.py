@@ -41,7 +41,8 @@ class LoRA(Adapters):
         any characters, or logical axes, such as "heads".
       dtype: dtype of A and B.
       base_dtype: dtype of the frozen matrices, such as "bfloat16"; `None` is the model's own.
-      base: storage format of the frozen matrices, such as a quantised one (Dettmers et al. 2023).
+      base: storage format of the frozen matrices, such as a quantised one (Dettmers et al. 2023); by default that of
+        the run that training starts from.
 
     Raises:
       ConfigError: a setting is out of its range.
@@ -172,11 +173,12 @@ class LowRank:
         """A `TensorInfo` per array of the frozen parameters, in their storage format."""
         return self._typed if self.lora.base is None else self.lora.base.infos(self._typed)
 
-    def freeze(self, read: Callable[[Tree], Tree], layout: Layout | None) -> Tree:
+    def freeze(self, read: Callable[..., Tree], layout: Layout | None) -> Tree:
         """Return the frozen parameters in their storage format, sharded."""
         if self.lora.base is None:
             return read(self._typed)
-        return self.lora.base.encoded(read(self._typed), self._typed, layout)
+        base = self.lora.base
+        return base.encoded(read(self._typed, stored=base), self._typed, layout)
 
     @property
     def _typed(self) -> Tree:

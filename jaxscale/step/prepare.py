@@ -35,6 +35,7 @@ from jaxscale.step.objective_checks import check_linear, check_numbers, merge_to
 from jaxscale.step.pipeline import is_pipelined, pipelined
 from jaxscale.step.state import Blueprint
 from jaxscale.step.step import batch_shardings, jit_step, make_eval
+from jaxscale.step.stored import refuse_training
 from jaxscale.step.texts import text_ids
 from jaxscale.step.trace import gathers
 from jaxscale.step.user_metrics import LOGGED, with_logged
@@ -134,6 +135,7 @@ def prepare(config: TrainConfig) -> Prepared:
       ConfigError: settings do not fit together.
       DataError: the data cannot be read, or is not what the objective needs.
     """
+    refuse_training(config)
     if config.layout is not None:
         _ = config.layout.device_mesh  # raises first if there are too few devices
     if jax.process_count() > 1:

@@ -86,16 +86,16 @@ class ScalesOf:
         """A `TensorInfo` per array of codes, and per other parameter."""
         return _codes(self.base_format.infos(self.infos))
 
-    def freeze(self, read: Callable[[Tree], Tree], layout: Layout | None) -> Tree:
+    def freeze(self, read: Callable[..., Tree], layout: Layout | None) -> Tree:
         """Return the codes and the other parameters."""
         return _codes(self._encoded(read, layout))
 
-    def first(self, read: Callable[[Tree], Tree]) -> Tree:
+    def first(self, read: Callable[..., Tree]) -> Tree:
         """Return the scales of the weights in the checkpoint of `train.start`."""
         return _scales(self._encoded(read, None))
 
-    def _encoded(self, read: Callable[[Tree], Tree], layout: Layout | None) -> Tree:
-        return self.base_format.encoded(read(self.infos), self.infos, layout)
+    def _encoded(self, read: Callable[..., Tree], layout: Layout | None) -> Tree:
+        return self.base_format.encoded(read(self.infos, stored=self.base_format), self.infos, layout)
 
     def make(self, seed: int | jax.Array, whole: Callable[[int | jax.Array], Tree]) -> Tree:
         """Return the scales of randomly initialised weights."""

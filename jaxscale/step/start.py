@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from jaxscale.layout import Layout
+from jaxscale.nn import WeightFormat
 
 Tree = Any
 
@@ -42,12 +43,13 @@ class Start(Protocol):
           CheckpointError: parameters are missing, extra or of another shape; the message lists them.
         """
 
-    def params(self, infos: Tree, layout: Layout | None) -> Tree:
+    def params(self, infos: Tree, layout: Layout | None, *, stored: WeightFormat | None = None) -> Tree:
         """Return the parameters, sharded.
 
         Args:
           infos: a `TensorInfo` per parameter, with the dtype to convert to.
           layout: the layout that shards them; `None` is one device.
+          stored: a weight format; matrices that the checkpoint holds in it are returned so, others as arrays.
         """
 
     def fingerprint(self) -> str:

@@ -30,6 +30,7 @@ from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.rates import parameter_count
 from jaxscale.step.state import TrainState, describe_model
+from jaxscale.step.stored import as_arrays, stored_infos
 from jaxscale.step.texts import text_ids
 from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.checkpoints.staged import StagedCheckpoints
@@ -194,7 +195,7 @@ class RunFolder:
 
         These are the parameters that the run's algorithm evaluates (see `Algorithm.weights`; for a schedule-free
         optimizer an average). For a run with adapters they are the parameters of the run it started from, with the
-        adapters merged into them.
+        adapters merged into them; matrices in a weight format are converted to plain arrays (see `weights`).
 
         Args:
           step: the checkpoint's step; by default the parameters in memory, else the newest checkpoint that is not
@@ -210,7 +211,27 @@ class RunFolder:
         """
         if self.config.adapters is not None:
             return self._with_adapters(step, self.config.layout if self.state is not None and not layout else layout)
+        if self.config.stored is not None:
+            _, infos = describe_model(self.config.model)
+            whole = functools.partial(as_arrays, infos=infos)
+            return jax.jit(whole, out_shardings=shardings_of(infos, layout))(self.weights(step, layout))
         return self.trained(step, layout)
+
+    def weights(self, step: int | None = None, layout: Layout | None = None) -> Tree:
+        """Return the model's parameters as the checkpoint holds them: with `train.stored`, matrices are `Weight`s.
+
+        Args:
+          step: as in `params`.
+          layout: as in `params`.
+
+        Returns:
+          a tree of `jax.Array`s and `jaxscale.nn.Weight`s; of a run without `train.stored` that of `params`.
+        """
+        if self.config.stored is None:
+            return self.params(step, layout)
+        if step is None:
+            self.last_step()  # raises if there is no checkpoint
+        return self.checkpoints.restore_params(step, stored_infos(self.config), layout)
 
     def _with_adapters(self, step: int | None, layout: Layout | None) -> Tree:
         blueprint, _ = blueprint_of(dataclasses.replace(self.config, layout=layout))

@@ -17,7 +17,9 @@ from jaxscale.config import register
 from jaxscale.errors import CheckpointError, ConfigError
 from jaxscale.layout import Layout, TensorInfo, path_name, shardings_of
 from jaxscale.models.with_head import BACKBONE, HEAD
+from jaxscale.nn import WeightFormat
 from jaxscale.step.state import describe_model
+from jaxscale.step.stored import is_weight
 from jaxscale.train.run import RunFolder
 from jaxscale.working_copy import url_of
 
@@ -97,29 +99,32 @@ class FromRun:
                 "that run's model"
             )
 
-    def params(self, infos: Tree, layout: Layout | None) -> Tree:
+    def params(self, infos: Tree, layout: Layout | None, *, stored: WeightFormat | None = None) -> Tree:
         """Return the parameters with the dtypes of `infos`, sharded by `layout`.
 
         Args:
           infos: a `TensorInfo` per parameter.
           layout: where to place them; `None` is the default device.
+          stored: a weight format; if the run stores its matrices in it, they are returned as `Weight`s.
 
         Raises:
           CheckpointError: see `check`, and `Checkpoints.restore`.
         """
         self.check(infos)
-        params = self.run.params(self.step, layout)
+        run = self.run
+        as_stored = stored is not None and stored == run.config.stored
+        params = run.weights(self.step, layout) if as_stored else run.params(self.step, layout)
         whole, infos = infos, _shared(infos, params)
-        narrowed = [i.path for x, i in zip(*map(jax.tree.leaves, (params, infos)), strict=True) if _narrower(x, i)]
+        leaves, structure = jax.tree.flatten(params, is_leaf=is_weight)
+        del params
+        targets = jax.tree.leaves(infos)
+        narrowed = [i.path for x, i in zip(leaves, targets, strict=True) if not is_weight(x) and _narrower(x, i)]
         if narrowed:
             log.info("%s and %d more are rounded to a narrower dtype", narrowed[0], len(narrowed) - 1)
         placed = shardings_of(infos, layout)
-        leaves, structure = jax.tree.flatten(params)
-        del params
-        targets = jax.tree.leaves(infos)
         where = [None] * len(targets) if placed is None else jax.tree.leaves(placed)
         for n, (info, to) in enumerate(zip(targets, where, strict=True)):  # one by one, to hold one extra array at most
-            if leaves[n].dtype != info.dtype:
+            if not is_weight(leaves[n]) and leaves[n].dtype != info.dtype:
                 leaves[n] = jax.jit(lambda x, d=info.dtype: x.astype(d), out_shardings=to)(leaves[n])
         params = jax.tree.unflatten(structure, leaves)
         return params if infos is whole else {BACKBONE: params, HEAD: _zeros(whole[HEAD], layout)}

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jaxscale.errors import ConfigError, near
-from jaxscale.infer.loaded import dropless, for_length
+from jaxscale.infer.loaded import dropless, for_length, refuse_second_format
 from jaxscale.infer.streaming.layers import Encoded, Layers, OnHost
 from jaxscale.layout import Layout
 from jaxscale.nn import WeightFormat
@@ -54,11 +54,14 @@ def stream_model(
     if source not in FROM:
         raise ConfigError(f"stream_layers = {source!r}: must be 'host' or 'disk'{near(str(source), FROM)}")
     graphdef, infos = describe_model(for_length(dropless(run.config.model), length))
+    refuse_second_format(run, weights)
+    if run.config.stored is not None:
+        infos = run.config.stored.infos(infos)
     step = run.last_step() if step is None else step
     if source == "host":
         host = jax.devices("cpu")[0]
         with jax.default_device(host):
-            params = run.params(step)
+            params = run.weights(step)
             if weights is not None:
                 params, infos = weights.encoded(params, infos, None), weights.infos(infos)
         leaves: dict[str, np.ndarray] = {}
@@ -66,6 +69,8 @@ def stream_model(
             leaves[info.path] = np.array(x)  # a copy: a view would keep the JAX array alive
             x.delete()
         return graphdef, Layers(infos, OnHost(leaves), layout)
+    if run.config.stored is not None:
+        return graphdef, Layers(infos, run.checkpoints.arrays(step), layout, prefix="params/")
     blueprint, _ = blueprint_of(dataclasses.replace(run.config, layout=None))
     part = blueprint.algorithm.weights_in(blueprint)
     if run.config.adapters is not None or part is None:

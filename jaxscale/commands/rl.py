@@ -15,10 +15,11 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "rl",
-        help="train a model by rewards (GRPO, DAPO, GSPO, RLOO, ReMax); leaves a run folder",
+        help="train a model on its own samples, by rewards (GRPO, DAPO, ...) or a teacher; leaves a run folder",
         description="Samples completions of prompts, rewards them and trains the model on them, with the settings "
         "train.* and rl.* of a\ngin file: train.data are the prompts, train.objective is the method, rl.reward is the "
-        "function.\nCtrl-C and SIGTERM stop after the current step, with a checkpoint.\n\n"
+        "function, which\n@OnPolicyDistill() with its teacher does not need.\n"
+        "Ctrl-C and SIGTERM stop after the current step, with a checkpoint.\n\n"
         "  jaxscale rl sums.gin --from runs/base\n"
         "  jaxscale rl my.gin --from runs/base --run runs/better --continue",
         formatter_class=TEXT,
@@ -47,7 +48,8 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     resume = "newest" if args.go_on else False
     trained = reinforce(config, settings, folder=args.run, resume=resume, name=Path(args.config).stem, quiet=args.quiet)
     if not args.quiet and trained.is_main:
-        rows = [row for row in trained.metrics() if "reward" in row]
-        last = f": reward {rows[0]['reward']:.3f} at first, {rows[-1]['reward']:.3f} at last" if rows else ""
+        name = "divergence" if config.objective.teacher is not None else "reward"
+        values = [row[name] for row in trained.metrics() if name in row]
+        last = f": {name} {values[0]:.3f} at first, {values[-1]:.3f} at last" if values else ""
         print(f"the run is in {trained.place}{last}\nnext step:\n  jaxscale sample {trained.place}")
     return 0 if trained.stopped_by is None else STOPS[trained.stopped_by]

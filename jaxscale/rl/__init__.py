@@ -7,6 +7,7 @@ from jaxscale.data.prompts import Prompt, Prompts
 from jaxscale.rl.bleu import BleuReward, sentence_bleu
 from jaxscale.rl.code import CodeReward, run_code
 from jaxscale.rl.config import RLConfig
+from jaxscale.rl.distill import distill
 from jaxscale.rl.loop import grpo, reinforce
 from jaxscale.rl.rewards import ArithmeticReward, Sample
 
@@ -18,6 +19,7 @@ __all__ = [
     "Prompts",
     "RLConfig",
     "Sample",
+    "distill",
     "grpo",
     "reinforce",
     "run_code",

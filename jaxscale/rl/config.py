@@ -7,11 +7,16 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from jaxscale.config import register
 from jaxscale.data.prompts import Prompts
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, LayoutError
+from jaxscale.layout import Layout, shardings_of
+from jaxscale.layout.mesh import parse_mesh
 from jaxscale.step import GRPO, TrainConfig, settled
-from jaxscale.step.objectives.policy_gradient import PolicyGradient
+from jaxscale.step.blueprint import blueprint_of
+from jaxscale.step.objectives.sampled import Sampled
 
 Tool = Callable[[Any], str | None]
 """`tool(sample) -> the text that follows, or None to end`: called after each turn of a sequence."""
@@ -24,7 +29,7 @@ class RLConfig:
 
     Args:
       reward: a function of a `Sample`, such as `ArithmeticReward()`; with an attribute `batched = True` of a list of
-        them.
+        them. `None` is for objectives that learn from a teacher alone.
       completions: samples of each prompt; `train.batch_size` is a multiple of it.
       max_tokens: the most new tokens of a turn.
       updates: optimizer steps on the same samples; the ratio of the objective corrects for the changed parameters.
@@ -34,6 +39,9 @@ class RLConfig:
       rows: sequences that the engine generates at once, on each of the devices that shard the batch.
       reward_seconds: time limit of the rewards of a step.
       patience: steps in a row without usable rewards after which the run stops.
+      sampling_layout: mesh and rules of sampling; `None` is those of training. Parameters are moved between devices in
+        each step, not through a disk, and are in memory twice while samples are drawn.
+      sampling_apart: place `sampling_layout` on devices that training does not use; else it begins at the first one.
       largest_gap: the run stops if sampler and trainer give a generated token log-probabilities further apart; `None`
         is 1e-3 for models in float32 and 0.5 for others.
 
@@ -41,7 +49,7 @@ class RLConfig:
       ConfigError: a setting is out of its range.
     """
 
-    reward: Callable[..., Any]
+    reward: Callable[..., Any] | None = None
     completions: int = 8
     max_tokens: int = 64
     updates: int = 1
@@ -51,10 +59,12 @@ class RLConfig:
     rows: int = 32
     reward_seconds: float = 60.0
     patience: int = 3
+    sampling_layout: Layout | None = None
+    sampling_apart: bool = False
     largest_gap: float | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.reward, type) or not callable(self.reward):
+        if self.reward is not None and (isinstance(self.reward, type) or not callable(self.reward)):
             raise ConfigError(
                 f"rl.reward must be a function of a sample, such as ArithmeticReward(), not {self.reward!r}"
             )
@@ -68,6 +78,10 @@ class RLConfig:
                 raise ConfigError(f"rl.{name} = {value}: must be above 0 and finite")
         if (self.tool is None) != (self.turns == 1):
             raise ConfigError("rl.turns above 1 needs rl.tool, which answers between turns, and rl.tool needs rl.turns")
+        if self.sampling_layout is not None and not isinstance(self.sampling_layout, Layout):
+            raise ConfigError(f"rl.sampling_layout = {self.sampling_layout!r}: must be a Layout, such as @Layout()")
+        if self.sampling_apart and self.sampling_layout is None:
+            raise ConfigError("rl.sampling_apart needs rl.sampling_layout, the mesh on the other devices")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
 
     def gap(self, config: TrainConfig) -> float:
@@ -80,6 +94,33 @@ class RLConfig:
             return self.largest_gap
         return 1e-3 if getattr(config.model, "dtype", "float32") in (None, "float32") else 0.5
 
+    def sampler_layout(self, config: TrainConfig) -> Layout | None:
+        """Return the layout of sampling with its devices, or `None` for that of training.
+
+        Args:
+          config: the run's settings.
+
+        Raises:
+          LayoutError: there are too few devices, or the model does not fit the layout.
+        """
+        layout = self.sampling_layout
+        if layout is None:
+            return None
+        if self.sampling_apart:
+            used = 1 if config.layout is None else config.layout.devices
+            rest = jax.devices()[used:]
+            needed = math.prod(parse_mesh(layout.mesh).values())
+            if not rest or needed > len(rest):
+                raise LayoutError(
+                    f"rl.sampling_layout '{layout.mesh}' needs {abs(needed)} devices beside the {used} of training, "
+                    f"and there are {len(rest)}; set rl.sampling_apart = False or use smaller meshes"
+                )
+            layout = layout.on(rest)
+        _ = layout.device_mesh  # raises if there are too few devices
+        blueprint, _ = blueprint_of(dataclasses.replace(config, layout=layout))
+        shardings_of(blueprint.of_model().infos, layout)
+        return layout
+
     def check(self, config: TrainConfig) -> None:
         """Check the settings of a run.
 
@@ -90,10 +131,14 @@ class RLConfig:
           ConfigError: they do not fit together.
         """
         objective = config.objective
-        if not isinstance(objective, PolicyGradient):
+        if not isinstance(objective, Sampled):
             raise ConfigError(
-                f"reinforcement learning needs train.objective = @GRPO(), @DAPO(), @GSPO(), @RLOO() or @ReMax(), not "
-                f"{type(objective).__name__}"
+                "reinforcement learning needs train.objective = @GRPO(), @DAPO(), @GSPO(), @RLOO(), @ReMax() or "
+                f"@OnPolicyDistill(), not {type(objective).__name__}"
+            )
+        if objective.learns_rewards and self.reward is None:
+            raise ConfigError(
+                f"{type(objective).__name__} learns from rewards; set rl.reward, such as @ArithmeticReward()"
             )
         if not isinstance(config.data, Prompts):
             raise ConfigError(

@@ -21,7 +21,7 @@ from jaxscale.rl.rewards import RewardError, Sample, rewards_of
 from jaxscale.rl.rollout import Sampler, batch_of, seeds
 from jaxscale.run import Run
 from jaxscale.step import TrainConfig
-from jaxscale.step.objectives.policy_gradient import PolicyGradient
+from jaxscale.step.objectives.sampled import Sampled
 from jaxscale.step.prepare import Prepared, check
 from jaxscale.step.step import batch_shardings
 from jaxscale.step.texts import text_ids
@@ -35,7 +35,7 @@ def grpo(
     run: RunFolder | TrainConfig | str | Path,
     *,
     prompts: Prompts | Sequence[str],
-    reward: Callable[..., Any],
+    reward: Callable[..., Any] | None = None,
     answers: Sequence[Any] = (),
     layout: Layout | None = None,
     folder: str | Path | None = None,
@@ -49,10 +49,11 @@ def grpo(
     Args:
       run: the run whose parameters to start from, or its folder; or settings of `train`.
       prompts: texts, or a corpus of prompts such as `js.data.arithmetic()`.
-      reward: a function of a `Sample` that returns a number (see `RLConfig`).
+      reward: a function of a `Sample` that returns a number (see `RLConfig`); objectives with a teacher need none.
       answers: for texts: what the reward compares with, one for each.
-      layout: mesh and rules, of sampling and training; `None` is one device for a run, or that of the settings.
-      folder: the new run's folder, by default `runs/grpo-<n>`.
+      layout: mesh and rules, of training and, without `sampling_layout`, of sampling; `None` is one device for a run,
+        or that of the settings.
+      folder: the new run's folder, by default `runs/grpo-<n>`, with a teacher `runs/distill-<n>`.
       resume: as in `fit`: "newest" continues from the newest checkpoint if there is one.
       quiet: print nothing but warnings.
       stop: called after every step; returning `True` stops the run with a checkpoint.
@@ -80,7 +81,8 @@ def grpo(
     else:
         path = run.path if isinstance(run, RunFolder) else Path(run)
         config = TrainConfig(**{"start": FromRun(str(path)), "layout": layout, **changes})
-    return reinforce(config, own, folder=folder, resume=resume, name="grpo", quiet=quiet, stop=stop)
+    name = "grpo" if config.objective.teacher is None else "distill"
+    return reinforce(config, own, folder=folder, resume=resume, name=name, quiet=quiet, stop=stop)
 
 
 def reinforce(
@@ -141,7 +143,7 @@ class _Loop:
     """The steps of one run."""
 
     def __init__(self, s: TrainingSession, settings: RLConfig):
-        self.s, self.settings, self.objective = s, settings, cast(PolicyGradient, s.config.objective)
+        self.s, self.settings, self.objective = s, settings, cast(Sampled, s.config.objective)
         self.sampler = Sampler(s, settings)
         self.prompts = cast(Prompts, s.config.data).prompts()
         self.order = Shuffle(len(self.prompts))
@@ -179,12 +181,12 @@ class _Loop:
         batch["weights"] *= np.repeat(np.asarray(live, np.float32), self.settings.completions)[:, None]
         tokens = sum(x.tokens for x in samples)
         numbers: dict[str, Any] = {
-            "reward": float(rewards.mean()),
-            "reward_deviation": float(rewards.std()),
             "completion_tokens": tokens / len(samples),
             "finished": float(np.mean([x.finished == "stop" for x in samples])),
             **seconds,
         }
+        if self.settings.reward is not None:
+            numbers |= {"reward": float(rewards.mean()), "reward_deviation": float(rewards.std())}
         if not any(live):
             for _ in range(self.settings.updates):
                 s.skip_step("all completions of each prompt have one reward", numbers)
@@ -205,8 +207,9 @@ class _Loop:
             self._show(row)
 
     def _show(self, row: dict[str, Any]) -> None:
+        learned = "divergence" if "divergence" in row else "reward"
         self.s.reporter.say(
-            f"step {self.s.step}/{self.s.config.steps}  reward {row['reward']:.3f}  "
+            f"step {self.s.step}/{self.s.config.steps}  {learned} {row[learned]:.3f}  "
             f"{row['completion_tokens']:.1f} tokens  gap {row['logprob_gap_max']:.1e}  "
             f"{row['tokens_per_second']:.0f} tokens/s"
         )
@@ -240,7 +243,9 @@ class _Loop:
         if self.objective.greedy_baseline:
             greedy = self.sampler.sample(prompts, [0] * len(prompts), greedy=True)
         sampled = time.perf_counter()
-        every = rewards_of(self.settings.reward, [*samples, *greedy], self.settings.reward_seconds)
+        every = np.zeros(len(samples) + len(greedy))
+        if self.settings.reward is not None:
+            every = rewards_of(self.settings.reward, [*samples, *greedy], self.settings.reward_seconds)
         seconds["sampling_seconds"] += sampled - began
         seconds["reward_seconds"] += time.perf_counter() - sampled
         rewards = every[: len(samples)].reshape(self.count, each)
@@ -271,6 +276,7 @@ def _prepare(config: TrainConfig, *, settings: RLConfig) -> Prepared:
     if config.layout is not None:
         _ = config.layout.device_mesh
     blueprint, schedule = check(config)
+    settings.sampler_layout(config)
     prompts = cast(Prompts, config.data)
     for prompt in prompts.prompts():
         settings.check_length(prompt.text, len(text_ids(config, prompt.text)), config)

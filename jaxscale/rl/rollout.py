@@ -38,6 +38,7 @@ class Sampler:
 
     def __init__(self, session: TrainingSession, settings: RLConfig):
         self.session, self.settings = session, settings
+        self.layout = settings.sampler_layout(session.config)
 
     def ids(self, prompt: Prompt) -> list[int]:
         """Return a prompt's token ids.
@@ -77,7 +78,7 @@ class Sampler:
             Sampling(min(s.max_tokens, left - len(p.ids)), temperature, seed=seed, stop=s.stop)
             for p, seed in zip(pending, seeds, strict=True)
         ]
-        made = self.session.sample([p.ids for p in pending], sampling=sampling, rows=s.rows)
+        made = self.session.sample([p.ids for p in pending], sampling=sampling, rows=s.rows, layout=self.layout)
         for p, completion in zip(pending, made, strict=True):
             p.add(completion)
 

@@ -237,10 +237,11 @@ class RunFolder:
         blueprint, _ = blueprint_of(dataclasses.replace(self.config, layout=layout))
         adaptation = blueprint.adaptation
         assert adaptation is not None
-        live = self.state is not None and layout == self.config.layout
-        frozen = self.state.frozen if live else blueprint.read_frozen()  # type: ignore[union-attr]
+        frozen = blueprint.own(blueprint.read_frozen() if self.state is None else self.state.frozen)
+        if self.state is not None and layout != self.config.layout:
+            frozen = jax.device_put(frozen, shardings_of(adaptation.base, layout))
         placed = shardings_of(adaptation.infos, layout)
-        return jax.jit(adaptation.merged, out_shardings=placed)(self.trained(step, layout), blueprint.own(frozen))
+        return jax.jit(adaptation.merged, out_shardings=placed)(self.trained(step, layout), frozen)
 
     def model(self, step: int | None = None) -> nnx.Module:
         """Return the model as an `nnx.Module` with parameters of this run; raises as `params`.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +12,21 @@ from flax import nnx
 
 from jaxscale.convert.pretrained import import_checkpoint
 from jaxscale.models import WithHead
-from jaxscale.step import DPO, IPO, KTO, ORPO, RewardModel, SimPO, describe_model
+from jaxscale.step import (
+    DPO,
+    IPO,
+    KTO,
+    ORPO,
+    ForwardKL,
+    JensenShannon,
+    OnPolicyDistill,
+    ReverseKL,
+    RewardModel,
+    SimPO,
+    describe_model,
+)
 from jaxscale.step.objective import terms_of
+from jaxscale.train import FromRun
 from tests.truth.hf_folder import CONFIG, tensors, write_folder
 
 torch = pytest.importorskip("torch")
@@ -200,3 +215,22 @@ def test_reward_model(margin, center, folders, tokenizer, tmp_path):
     embed = np.array(grads["backbone"]["embed"]["weight"])
     embed[tokenizer.pad_token_id] = 0  # PyTorch's Embedding leaves out the gradient of the padding token, also in texts
     agree((float(got), np.asarray(grads["score"]["kernel"]).T, embed), want)
+
+
+@pytest.mark.parametrize("divergence,beta", [(ForwardKL(), 0.0), (JensenShannon(0.3), 0.3), (ReverseKL(), 1.0)])
+def test_on_policy_distillation_is_generalised_knowledge_distillation(divergence, beta, folders):
+    from trl.experimental.gkd import GKDTrainer
+
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    student, teacher = (load(f, dtype=torch.float32).eval() for f in folders[0])
+    random = np.random.default_rng(5)
+    ids = random.integers(4, VOCAB, (4, 12))
+    generated = (np.arange(12) >= random.integers(2, 8, 4)[:, None]) & (np.arange(12) < 11)
+    batch = {"input_ids": ids, "attention_mask": np.ones_like(ids), "labels": np.where(generated, ids, -100)}
+    own = types.SimpleNamespace(teacher_model=teacher, beta=beta, generalized_jsd_loss=GKDTrainer.generalized_jsd_loss)
+    loss = GKDTrainer.compute_loss(own, student, {k: torch.asarray(x) for k, x in batch.items()})
+    loss.backward()
+    named = dict(student.named_parameters())
+    want = float(loss.detach()), *(named[n].grad.numpy() for n in ("lm_head.weight", "model.embed_tokens.weight"))
+    rows = rows_of(ids, generated) | {"logprobs": np.zeros((4, 11), np.float32), "advantages": np.zeros(4, np.float32)}
+    agree(ours(OnPolicyDistill(FromRun("teacher"), divergence), folders, rows), want)

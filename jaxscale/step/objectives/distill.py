@@ -130,7 +130,16 @@ class Distill(TokenObjective):
                 totals["distance"] = jnp.sum(jnp.mean(apart, axis=2) * weights)
         nats = -token_logprobs(student, arranged["targets"])
         totals["nats"] = jnp.sum((nats if self.cross_entropy else jax.lax.stop_gradient(nats)) * weights)
-        return totals
+        return totals | self.of_tokens(-nats, arranged)
+
+    def of_tokens(self, logprobs: Float[Array, "b s"], batch: Batch) -> Totals:
+        """Return further sums of a subclass; in this class none.
+
+        Args:
+          logprobs: of the targets, by the student.
+          batch: the batch, in the order of `logprobs`.
+        """
+        return {}
 
     def _cached(self, student: Logits, ids: Array, theirs: Float[Array, "b s k"]) -> Float[Array, "b s"]:
         """Return the divergence over the cached tokens, and one that is all others together."""

@@ -17,18 +17,16 @@ from jaxscale.nn import auxiliary_loss
 from jaxscale.nn import metrics as layer_metrics
 from jaxscale.parallel import token_logprobs
 from jaxscale.step.config import TrainConfig
-from jaxscale.step.objective import Batch, Input, Objective, Totals
+from jaxscale.step.objective import Batch, Objective, Totals
+from jaxscale.step.objectives.sampled import Sampled, gap_metrics, gap_terms
 from jaxscale.step.ranges import is_number
-
-GAPS = np.logspace(-8, 1, 145).astype(np.float32)
-"""Gaps between log-probabilities are counted in classes, 16 for each power of ten, so that micro-batches add up."""
 
 LARGEST = 60.0
 """Largest absolute value of the logarithm of a ratio."""
 
 
 @dataclasses.dataclass(frozen=True)
-class PolicyGradient(Objective):
+class PolicyGradient(Sampled, Objective):
     """Base of objectives on sampled tokens: `-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)` (PPO).
 
     The ratio is the probability of what was sampled by the model as it is now, over that by the sampler, so that
@@ -49,10 +47,7 @@ class PolicyGradient(Objective):
     """Of which log-ratio: each token's, the mean over a sequence's tokens, or their sum."""
     by_sequence: ClassVar[bool] = True
     """Whether the loss is the mean over sequences of the mean over tokens; else the mean over all tokens."""
-    greedy_baseline: ClassVar[bool] = False
-    """Whether `advantages` needs the reward of each prompt's likeliest completion."""
     least_group: ClassVar[int] = 2
-    """Fewest completions of a prompt that have advantages."""
     clip_low: float | None = 0.2
     clip_high: float | None = 0.2
     kl: float = 0.0
@@ -71,44 +66,24 @@ class PolicyGradient(Objective):
         """Whether the run's first parameters are needed, for `kl`."""
         return self.kl > 0
 
-    def advantages(
-        self, rewards: Float[np.ndarray, "p g"], greedy: Float[np.ndarray, " p"] | None = None
-    ) -> Float[np.ndarray, "p g"]:
-        """Return the advantage of each of `g` completions of `p` prompts, float32.
-
-        Args:
-          rewards: of each completion.
-          greedy: the rewards of each prompt's likeliest completion, for objectives with `greedy_baseline`.
-        """
-        raise NotImplementedError
-
-    def shaped(self, rewards: Float[np.ndarray, "p g"], lengths: np.ndarray, most: int) -> Float[np.ndarray, "p g"]:
-        """Return rewards with the objective's own terms; in this class as they are.
-
-        Args:
-          rewards: of each completion.
-          lengths: generated tokens of each.
-          most: the most that a completion may have.
-        """
-        return rewards
-
-    def inputs(self, config: TrainConfig) -> dict[str, Input]:
-        """Return tokens, targets, weights and the sampler's logprobs, (B, S), and advantages, (B,)."""
-        types = {"tokens": "int32", "targets": "int32", "weights": "float32", "logprobs": "float32"}
-        rows = {name: Input((config.seq_len,), dtype, ("seq",)) for name, dtype in types.items()}
-        return {**rows, "advantages": Input((), "float32", ())}
-
-    def weights(self, batch: Batch, parts: int) -> Totals:
-        """Return the numbers of generated tokens and of sequences that have some, and `parts`."""
-        tokens = jnp.sum(batch["weights"], axis=1)
-        counts = {"tokens": jnp.sum(tokens), "sequences": jnp.sum(tokens > 0).astype(jnp.float32)}
-        return {**counts, "parts": jnp.asarray(parts, jnp.float32)}
-
     def terms(self, model: LanguageModel, batch: Batch, *, key: Array | None = None, reference: Any = None) -> Totals:
         """Return the sum of the losses, and sums for the metrics; without dropout, as the sampler."""
         order = order_of(model, batch["tokens"].shape[1])
         batch = dict(batch) if order is None else dict(arrange(batch, order))
         new, stats = self._logprobs(model, batch, order is not None)
+        first = None if reference is None else self._logprobs(reference, batch, order is not None)[0]
+        return {**self.of_logprobs(new, batch, first), "stats": stats}
+
+    def of_logprobs(
+        self, new: Float[Array, "b s"], batch: Batch, first: Float[Array, "b s"] | None = None
+    ) -> dict[str, Array]:
+        """Return the sum of the losses, and sums for the metrics.
+
+        Args:
+          new: log-probabilities of the targets by the model as it is now, float32.
+          batch: weights, the sampler's logprobs, and advantages, in the order of `new`.
+          first: log-probabilities by the parameters that the run started from, for `kl`.
+        """
         with jax.named_scope("loss"):
             mask, sampler = batch["weights"], batch["logprobs"]
             tokens = jnp.sum(mask, axis=1, keepdims=True)
@@ -124,8 +99,7 @@ class PolicyGradient(Objective):
             free, clipped = ratio * advantage, jnp.clip(ratio, low, high) * advantage
             losses = jnp.broadcast_to(-jnp.minimum(free, clipped), mask.shape)
             sums = {"clipped": jnp.sum(mask * (clipped < free))}
-            if reference is not None:
-                first, _ = self._logprobs(reference, batch, order is not None)
+            if first is not None:
                 apart = jnp.where(mask > 0, lax.stop_gradient(first) - new, 0.0)
                 divergence = jnp.exp(apart) - apart - 1
                 losses = losses + self.kl * divergence
@@ -133,10 +107,7 @@ class PolicyGradient(Objective):
             each = jnp.where(mask > 0, losses, 0.0)
             if self.by_sequence:
                 each = each / jnp.maximum(tokens, 1)
-            gap = jnp.abs(lax.stop_gradient(difference))
-            above = ~(gap[..., None] <= jnp.asarray(GAPS)) & (mask[..., None] > 0)  # NaN is above all
-            sums |= {"gap": jnp.sum(gap * mask), "above": jnp.sum(above, axis=(0, 1), dtype=jnp.float32)}
-            return {"losses": jnp.sum(each), **sums, "stats": stats}
+            return {"losses": jnp.sum(each), **sums, **gap_terms(new, sampler, mask)}
 
     def _logprobs(self, model: LanguageModel, batch: Batch, arranged: bool) -> tuple[Float[Array, "b s"], Any]:
         inputs: dict[str, Any] = {"rows": batch["rows"]} | ({"arranged": True} if arranged else {})
@@ -145,25 +116,22 @@ class PolicyGradient(Objective):
 
     def value(self, totals: Totals) -> Float[Array, ""]:
         """Return the mean loss of the sequences, or of the tokens, plus the auxiliary losses of layers."""
-        count = totals["sequences" if self.by_sequence else "tokens"]
-        return totals["losses"] / jnp.maximum(count, 1) + auxiliary_loss(totals["stats"]) / totals["parts"]
+        return self.loss(totals) + auxiliary_loss(totals["stats"]) / totals["parts"]
+
+    def loss(self, totals: Totals) -> Float[Array, ""]:
+        """Return the mean loss of the sequences, or of the tokens.
+
+        Args:
+          totals: of `of_logprobs` and `weights`.
+        """
+        return totals["losses"] / jnp.maximum(totals["sequences" if self.by_sequence else "tokens"], 1)
 
     def metrics(self, totals: Totals) -> dict[str, Float[Array, ""]]:
-        """Return the loss, the share of tokens whose ratio is clipped, and how far sampler and trainer are apart.
-
-        `logprob_gap` is the mean over generated tokens of how much the log-probabilities of the sampler and of the
-        model differ, and no token's differ by more than `logprob_gap_max` (rounded up by at most 16%; infinity above
-        10, and for NaN). For samples of the present parameters both are rounding errors.
-        """
+        """Return the loss, the share of tokens whose ratio is clipped, and how far sampler and trainer are apart."""
         tokens = jnp.maximum(totals["tokens"], 1)
-        edges = jnp.append(jnp.asarray(GAPS), jnp.inf)
-        apart = {"logprob_gap": totals["gap"] / tokens, "logprob_gap_max": edges[jnp.sum(totals["above"] > 0)]}
         more = {"kl": totals["kl"] / tokens} if "kl" in totals else {}
-        loss = {
-            "loss": self.value(totals) - auxiliary_loss(totals["stats"]) / totals["parts"],
-            "clipped": totals["clipped"] / tokens,
-        }
-        return {**loss, **apart, **more, **layer_metrics(totals["stats"])}
+        loss = {"loss": self.loss(totals), "clipped": totals["clipped"] / tokens}
+        return {**loss, **gap_metrics(totals), **more, **layer_metrics(totals["stats"])}
 
     def check(self, config: TrainConfig) -> None:
         """Check that the model is a language model."""

@@ -90,8 +90,9 @@ def prepare(
             finally:
                 if not preparation.useful:
                     shutil.rmtree(partial, ignore_errors=True)
-            for name in (_OWNER, preparation.journal.path.name):
-                (partial / name).unlink(missing_ok=True)
+            half_written = partial.glob(".*.partial")  # by a process that was killed
+            for left in (partial / _OWNER, preparation.journal.path, *half_written):
+                left.unlink(missing_ok=True)
             publish(partial, folder)
             (folder / _LOCK).unlink(missing_ok=True)  # not before: who holds the lock has the only unfinished folder
             shutil.rmtree(partial, ignore_errors=True)  # does not exist after it was renamed

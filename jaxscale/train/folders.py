@@ -15,6 +15,7 @@ from jaxscale.step.config import TrainConfig
 from jaxscale.train import agree
 from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.files import CONFIG, INFO, read_gin, read_json
+from jaxscale.train.run import RunFolder
 from jaxscale.working_copy import as_named, inside, url_of
 
 
@@ -68,7 +69,7 @@ def _choose(
         folder = new_folder(None, name)
         say(f"starting {folder} (no unfinished runs/{name}-* has these settings)")
         return folder, False
-    if Checkpoints(inside(path, "checkpoints")).steps():
+    if RunFolder(path, config).checkpoints.steps():  # also of a disk from which none has been uploaded yet
         check_files(path)
         return path, True
     if resume is True:

@@ -95,6 +95,7 @@ def test_a_killed_preparation_goes_on_and_ends_with_the_same_bytes(corpus, tmp_p
     subprocess.run([sys.executable, "-c", killing(tmp_path, [9, 9, 14])], check=True)
     journal = (tmp_path / ".out.unfinished" / NAME).read_bytes()
     assert journal.count(b"\n") > 5 and not (tmp_path / "out").exists()
+    (tmp_path / ".out.unfinished" / ".digests.bin.0a1b2c3d.partial").write_bytes(b"it was killed as it wrote these")
     encoded = []
     own = data.jsonl_files.encode
     monkeypatch.setattr(data.jsonl_files, "encode", lambda self, *args: encoded.append(1) or own(self, *args))

@@ -20,6 +20,7 @@ from jaxscale.cli import main
 from jaxscale.errors import LOST, MISTAKE, CheckpointError, ConfigError, DataError, RunError
 from jaxscale.sweep.comparing.folders import read_runs
 from jaxscale.train.checkpoints.bucket_places import BucketFiles, BucketPlace
+from jaxscale.train.checkpoints.staged import StagedCheckpoints
 from tests.truth.bucket_runs import SETTINGS, assert_same_parameters, forget
 from tests.truth.servers import failing
 
@@ -152,6 +153,28 @@ def test_credentials_that_expire_fail_the_next_step_and_a_resumed_run_uploads_th
     resumed = js.fit(run=url, resume=True, quiet=True)
     assert [row["step"] for row in resumed.metrics()] == [1, 2, 3, 4, 5, 6]
     assert_same_parameters(whole, resumed)
+
+
+def test_a_run_that_is_killed_before_its_first_upload_goes_on_from_the_disk(tmp_path, whole, monkeypatch):
+    url, steps = f"s3://runs/{tmp_path.name}/run", []
+
+    def die():
+        steps.append(1)
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StagedCheckpoints, "_start_upload", lambda self: None)
+        patch.setattr(StagedCheckpoints, "close", StagedCheckpoints.wait)  # a killed process waits for no upload
+        with pytest.raises(KeyboardInterrupt):
+            js.fit(run=url, staging=str(tmp_path / "staging"), stop=die, **SETTINGS)
+    assert not Bucket(url).exists("checkpoints/2/manifest.json")
+    forget()
+    steps.clear()
+    staging = str(tmp_path / "staging")
+    again = js.fit(run=url, resume="newest", staging=staging, stop=lambda: steps.append(1), **SETTINGS)
+    assert len(steps) == 4 and [row["step"] for row in again.metrics()] == [1, 2, 3, 4, 5, 6]
+    assert_same_parameters(whole, again)
 
 
 def test_checkpoints_are_staged_on_a_disk_and_read_from_whichever_is_whole(stores, tmp_path, whole, monkeypatch):

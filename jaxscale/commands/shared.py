@@ -127,8 +127,8 @@ def weights_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         metavar="FORMAT",
-        help="store matrices in this format, a WeightFormat that your module registers (--import); set its fields with "
-        "--gin.FORMAT.FIELD=VALUE",
+        help="store matrices in this format: int8, int4, nf4, mxfp4, nvfp4, fp8, ...; Stored, with --gin.Stored.FIELD="
+        "VALUE; or a WeightFormat that your module registers (--import)",
     )
 
 
@@ -143,8 +143,10 @@ def weights_of(args: argparse.Namespace, bindings: list[str]) -> WeightFormat | 
         return None
     from jaxscale import config as gin_config
     from jaxscale.nn import WeightFormat
+    from jaxscale.nn.formats import PRESETS
 
-    formats = [n for n, o in gin_config.registered().items() if isinstance(o, type) and issubclass(o, WeightFormat)]
+    registered = gin_config.registered()
+    formats = [n for n, o in registered.items() if isinstance(o, type) and issubclass(o, WeightFormat)] + [*PRESETS]
     if args.weights not in formats:
         raise ConfigError(
             f"--weights {args.weights}: no registered weight format has this name"

@@ -26,8 +26,8 @@ from jaxscale.nn.context import Context, dropout
 from jaxscale.nn.context_parallel import GatherAttention, RingAttention, TokenRingAttention, UlyssesAttention
 from jaxscale.nn.embedding import Embedding, StableEmbedding
 from jaxscale.nn.flash import flash_attention
+from jaxscale.nn.formats import GroupedIntegers, Stored, StoredWeight
 from jaxscale.nn.head import filled_logits, head_logits
-from jaxscale.nn.integer import GroupedIntegers, IntegerWeight
 from jaxscale.nn.latent import LatentAttention
 from jaxscale.nn.linear import Linear, project
 from jaxscale.nn.memory import POLICIES, TENSORS, MemoryPolicy
@@ -76,7 +76,8 @@ __all__ = [
     "GeGLU",
     "Group",
     "GroupLimit",
-    "IntegerWeight",
+    "Stored",
+    "StoredWeight",
     "GroupedIntegers",
     "HeadDims",
     "KeyValues",

@@ -7,8 +7,10 @@ from functools import partial
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
+from jaxscale.errors import CheckpointError
 from jaxscale.layout import Layout, TensorInfo, shardings_of
 from jaxscale.parallel import Weight, as_weight
 
@@ -31,6 +33,21 @@ class WeightFormat(abc.ABC):
             returned weight must have the same leading dimensions, since scans and streaming take one layer of each.
           contracted: the dimensions that a product sums over, counted from the last as -1.
         """
+
+    def flaws(self, kernel: Float[Array, "..."], weight: Weight | Array) -> Bool[Array, " 2"]:
+        """Return whether a matrix has numbers that are not finite, and whether its converted weight has.
+
+        Args:
+          kernel: the model's matrix.
+          weight: from `encode`.
+        """
+        dense = as_weight(weight).dense()
+        return ~jnp.stack([jnp.all(jnp.isfinite(kernel)), jnp.all(jnp.isfinite(dense))])
+
+    def checked(self, kernel: Float[Array, "..."], contracted: tuple[int, ...]) -> tuple[Weight | Array, Array]:
+        """Return `encode` and `flaws`, for `refuse_flaws`."""
+        weight = self.encode(kernel, contracted)
+        return weight, self.flaws(kernel, weight)
 
     def covers(self, info: TensorInfo) -> bool:
         """Return whether a parameter is converted to this format.
@@ -61,6 +78,7 @@ class WeightFormat(abc.ABC):
 
         Raises:
           LayoutError: an array that the layout cannot shard; the message names it.
+          CheckpointError: a matrix, or what it becomes, has NaN or infinity; the message names it.
         """
         leaves, structure = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Weight))
         del params
@@ -70,9 +88,12 @@ class WeightFormat(abc.ABC):
                 continue
             alike = (info.shape, info.axes, info.contracted, leaves[n].dtype)
             if alike not in compiled:
-                encode = partial(self.encode, contracted=info.contracted)
-                compiled[alike] = jax.jit(encode, out_shardings=shardings_of(self._infos(info), layout))
-            leaves[n] = compiled[alike](leaves[n])
+                encode = partial(self.checked, contracted=info.contracted)
+                shardings = shardings_of(self._infos(info), layout)
+                out = None if layout is None else (shardings, layout.replicated)
+                compiled[alike] = jax.jit(encode, out_shardings=out)
+            leaves[n], flaws = compiled[alike](leaves[n])
+            refuse_flaws(self, info, flaws)
         return jax.tree.unflatten(structure, leaves)
 
     def _takes(self, info: TensorInfo) -> bool:
@@ -82,3 +103,27 @@ class WeightFormat(abc.ABC):
         kernel = jax.ShapeDtypeStruct(info.shape, info.dtype)
         assert info.contracted is not None
         return as_weight(jax.eval_shape(partial(self.encode, contracted=info.contracted), kernel)).infos(info)
+
+
+def refuse_flaws(weights: WeightFormat, info: TensorInfo, flaws: Bool[Array, " 2"]) -> None:
+    """Raise an error about a matrix that a format cannot hold.
+
+    Args:
+      weights: the format.
+      info: the matrix.
+      flaws: see `WeightFormat.flaws`.
+
+    Raises:
+      CheckpointError: there is a flaw.
+    """
+    before, after = (bool(x) for x in flaws)
+    if before:
+        raise CheckpointError(
+            f"{info.path} has NaN or infinite numbers, which {weights!r} cannot hold; use an earlier checkpoint "
+            "(--step)"
+        )
+    if after:
+        raise CheckpointError(
+            f"{info.path}: {weights!r} has no scale for its largest or smallest numbers, which became infinite or 0; "
+            "use scales of float32"
+        )

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxscale.config import meant, register
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout, TensorInfo
-from jaxscale.nn import GroupedIntegers, IntegerWeight, WeightFormat, as_weight
+from jaxscale.nn import Stored, StoredWeight, WeightFormat, as_weight
 from jaxscale.step.adaptation import Adapters
 from jaxscale.units import human_bytes
 
@@ -23,24 +22,26 @@ Tree = Any
 @register
 @dataclasses.dataclass(frozen=True)
 class Scales(Adapters):
-    """Trains the scales of integer weights (`train.adapters = @Scales()`): codes and all else are frozen.
+    """Trains the scales of stored weights (`train.adapters = @Scales()`): codes and all else are frozen.
 
-    Needs `train.start`, whose matrices are rounded to integers. The codes are not in the run's checkpoints; they are
+    Needs `train.start`, whose matrices are rounded. The codes are not in the run's checkpoints; they are
     rounded again from the checkpoint that the run starts from.
 
     Args:
-      base: the format of the matrices, `GroupedIntegers()`.
+      base: the format of the matrices, a `Stored` with float scales.
 
     Raises:
       ConfigError: `base` is another format.
     """
 
-    base: WeightFormat = GroupedIntegers()
+    base: WeightFormat = Stored()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.base, GroupedIntegers):
+        if not isinstance(self.base, Stored):
+            raise ConfigError(f"Scales.base must be Stored(), which has scales, not {self.base!r}{meant(self.base)}")
+        if not self.base.float_scales:
             raise ConfigError(
-                f"Scales.base must be GroupedIntegers(), which has scales, not {self.base!r}{meant(self.base)}"
+                f"Scales.base has scales of type {self.base.scale}, which cannot be trained; use 'float32'"
             )
 
     def adapt(self, graphdef: nnx.GraphDef[Any], infos: Tree, *, reference: bool = False) -> ScalesOf:
@@ -65,7 +66,7 @@ class Scales(Adapters):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScalesOf:
-    """The scales of a model's integer weights; see `jaxscale.step.adaptation.Adaptation`.
+    """The scales of a model's stored weights; see `jaxscale.step.adaptation.Adaptation`.
 
     Args:
       base_format: the weights' format.
@@ -107,12 +108,12 @@ class ScalesOf:
         return _scales(jax.tree.map(encode, self.infos, whole(seed)))
 
     def over(self, trained: Tree, frozen: Tree) -> Tree:
-        """Return the model's parameters; matrices are `IntegerWeight`."""
+        """Return the model's parameters; matrices are `StoredWeight`."""
 
         def join(frozen: Tree, trained: Tree) -> Tree:
             if isinstance(frozen, dict):
                 return {k: join(part, trained.get(k, {})) for k, part in frozen.items()}
-            return dataclasses.replace(frozen, scale=trained["scale"]) if is_integer(frozen) else frozen
+            return dataclasses.replace(frozen, scale=trained["scale"]) if is_stored(frozen) else frozen
 
         return join(frozen, trained)
 
@@ -127,16 +128,16 @@ class ScalesOf:
     def describe(self) -> str:
         """Return a sentence about the trained scales and the bytes of all parameters."""
         trained, frozen, whole = (jax.tree.leaves(t) for t in (self.adapters, self.base, self.infos))
-        stored = sum(map(_bytes, trained)) + sum(map(_bytes, frozen))
+        stored = sum(i.nbytes for i in (*trained, *frozen))
         return (
             f"{sum(i.size for i in trained):,} scales of {len(trained)} quantised matrices are trained; all parameters "
-            f"take {human_bytes(stored)}, and {human_bytes(sum(map(_bytes, whole)))} before"
+            f"take {human_bytes(stored)}, and {human_bytes(sum(i.nbytes for i in whole))} before"
         )
 
 
-def is_integer(x: object) -> bool:
-    """Return whether a leaf is an `IntegerWeight`."""
-    return isinstance(x, IntegerWeight)
+def is_stored(x: object) -> bool:
+    """Return whether a leaf is a `StoredWeight`."""
+    return isinstance(x, StoredWeight)
 
 
 def _scales(tree: Tree) -> Tree:
@@ -144,18 +145,13 @@ def _scales(tree: Tree) -> Tree:
     if isinstance(tree, dict):
         parts = {k: _scales(part) for k, part in tree.items()}
         return {k: part for k, part in parts.items() if part}
-    return {"scale": tree.scale} if is_integer(tree) else {}
+    return {"scale": tree.scale} if is_stored(tree) else {}
 
 
 def _codes(tree: Tree) -> Tree:
     """Return a tree of parameters without the scales."""
 
     def without(x: Any) -> Any:
-        return dataclasses.replace(x, scale=None) if is_integer(x) else x
+        return dataclasses.replace(x, scale=None) if is_stored(x) else x
 
-    return jax.tree.map(without, tree, is_leaf=is_integer)
-
-
-def _bytes(info: TensorInfo) -> int:
-    """Return the bytes of an array where 4-bit integers take half a byte."""
-    return info.size // 2 if info.dtype == jnp.int4 else info.nbytes
+    return jax.tree.map(without, tree, is_leaf=is_stored)

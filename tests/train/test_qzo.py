@@ -14,7 +14,7 @@ import jaxscale as js
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
-from jaxscale.nn import GroupedIntegers
+from jaxscale.nn import GroupedIntegers, Stored
 from jaxscale.step import QZO, Backprop, LoRA, Scales, TrainConfig, check, prepare
 from jaxscale.units import human_bytes
 from tests.truth import numpy_transformer
@@ -64,7 +64,7 @@ def test_codes_are_rounded_to_the_largest_number_of_a_group(bits, group, shape, 
         want[(..., *where)] = (np.round(groups / scale) * scale).reshape(each.shape)
     got = np.moveaxis(np.asarray(weight.dense()), contracted, range(len(contracted)))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
-    assert np.abs(np.asarray(weight.codes, np.int32)).max() == top
+    assert np.abs(np.asarray(dataclasses.replace(weight, scale=None).dense())).max() == top
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,9 @@ def test_a_step_is_float64_numpy_and_no_code_changes(base, layout):
                 moved = jax.tree.map(lambda s, z, sign=sign: s + sign * rule.eps * z, scales, moves[-1])
                 whole = adaptation.over(moved, frozen)
                 dense = jax.tree.map(  # in float64
-                    lambda w: np.float64(w.codes) * w.scale if hasattr(w, "codes") else w,
+                    lambda w: (
+                        np.float64(dataclasses.replace(w, scale=None).dense()) * w.scale if hasattr(w, "codes") else w
+                    ),
                     whole,
                     is_leaf=lambda x: hasattr(x, "codes"),
                 )
@@ -142,13 +144,19 @@ def test_what_does_not_fit_is_refused(base):
         check(config(base, adapters=LoRA(rank=2, targets=("q",))))
     check(config(base))
     check(config(base, algorithm=Backprop()))
-    with raises_saying(ConfigError, "GroupedIntegers.group = 12", "the nearest that does is 8"):
+    with raises_saying(ConfigError, "Stored.group = 12", "the nearest that does is 8"):
         check(config(base, adapters=Scales(GroupedIntegers(group=12))))
     check(config(base, adapters=Scales(GroupedIntegers(group=8))))
-    for wrong in (dict(bits=5), dict(bits=[4]), dict(group=0), dict(group=2.0)):
-        with raises_saying(ConfigError, f"GroupedIntegers.{next(iter(wrong))} = "):
+    for wrong, says in (
+        (dict(bits=9), "no numbers 'int9'"),
+        (dict(group=0), "group = 0"),
+        (dict(group=2.0), "group = 2"),
+    ):
+        with raises_saying(ConfigError, says):
             GroupedIntegers(**wrong)
-    with raises_saying(ConfigError, "Scales.base must be GroupedIntegers()"):
+    with raises_saying(ConfigError, "Scales.base must be Stored()"):
         Scales(base=None)
+    with raises_saying(ConfigError, "Scales.base has scales of type e8m0", "'float32'"):
+        Scales(base=Stored(scale="e8m0"))
     with raises_saying(ConfigError, "QZO.clip = 0"):
         dataclasses.replace(QZO(), clip=0)

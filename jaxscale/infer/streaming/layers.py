@@ -15,6 +15,7 @@ from jaxtyping import Array
 from jaxscale.errors import CheckpointError
 from jaxscale.layout import Layout, TensorInfo, shardings_of
 from jaxscale.nn import WeightFormat
+from jaxscale.nn.weight_format import refuse_flaws
 from jaxscale.parallel import Weight
 
 Region = tuple[tuple[int, int], ...]
@@ -81,14 +82,15 @@ class Encoded:
         if self._last[0] != (info.path, stored):  # a weight's arrays are read one after the other: encode it once
             kernel = self._source.read(self._prefix + info.path, [stored])[stored]
             with jax.default_device(jax.devices("cpu")[0]):
-                encoded = _encode(self._weights, kernel, info.contracted)
+                encoded, flaws = _encode(self._weights, kernel, info.contracted)
+            refuse_flaws(self._weights, info, flaws)
             self._last = (info.path, stored), [np.array(x) for x in jax.tree.leaves(encoded)]
         return self._last[1][number]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def _encode(weights: WeightFormat, kernel: Array, contracted: tuple[int, ...]) -> Weight | Array:
-    return weights.encode(kernel, contracted)
+def _encode(weights: WeightFormat, kernel: Array, contracted: tuple[int, ...]) -> tuple[Weight | Array, Array]:
+    return weights.checked(kernel, contracted)
 
 
 class Resident(NamedTuple):

@@ -1,0 +1,19 @@
+"""Formats of stored weights: types of numbers, scales of blocks, packed codes."""
+
+from jaxscale.nn.formats.numbers import Numbers, numbers_of
+from jaxscale.nn.formats.packing import pack, unpack
+from jaxscale.nn.formats.presets import FORMATS, PRESETS, GroupedIntegers
+from jaxscale.nn.formats.stored import Stored
+from jaxscale.nn.formats.weight import StoredWeight
+
+__all__ = [
+    "FORMATS",
+    "PRESETS",
+    "GroupedIntegers",
+    "Numbers",
+    "Stored",
+    "StoredWeight",
+    "numbers_of",
+    "pack",
+    "unpack",
+]

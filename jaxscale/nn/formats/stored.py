@@ -1,0 +1,284 @@
+"""`Stored`: weights as packed numbers of few bits, with scales for blocks of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from jaxscale.config import register
+from jaxscale.errors import ConfigError, near
+from jaxscale.layout import TensorInfo
+from jaxscale.nn.formats.blocks import block_of, cut, nearest_block, spread
+from jaxscale.nn.formats.kmeans import codebook, nearest
+from jaxscale.nn.formats.numbers import Numbers, numbers_of
+from jaxscale.nn.formats.packing import unit
+from jaxscale.nn.formats.weight import StoredWeight
+from jaxscale.nn.weight_format import WeightFormat
+from jaxscale.parallel import Weight
+
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Stored(WeightFormat):
+    """Matrices as packed numbers of 1 to 8 bits, times scales.
+
+    Args:
+      numbers: the type of number, such as "int4", "nf4" or "e2m1" (see `jaxscale.nn.formats.numbers_of`), or "kmeans2"
+        to "kmeans8": a table of 2^bits numbers for each matrix.
+      group: consecutive inputs that share a scale, of the flattened dimensions that a product sums over; `None` is all.
+      outputs: consecutive outputs that share a scale; `None` is all.
+      scale: type of the scales: "float32", "bfloat16", "float16", a type of numbers such as "e8m0" (powers of two), or
+        a `Stored` format for them, in which `group` is the most scales, of all dimensions, that share one of their own.
+      zeros: whether each group has a zero point, an integer; the numbers are then "uint1" to "uint8".
+      centred: whether the mean of a matrix is subtracted first, and stored as a float32 number; of matrices whose last
+        dimension is summed, as an output head, the mean of each output.
+      word: type of the words that the codes are packed in, "uint8" or "uint32".
+
+    Raises:
+      ConfigError: there is no such type of number, or a setting is out of its range.
+    """
+
+    numbers: str = "int4"
+    group: int | None = None
+    outputs: int | None = 1
+    scale: str | Stored = "float32"
+    zeros: bool = False
+    centred: bool = False
+    word: str = "uint8"
+
+    def __post_init__(self) -> None:
+        kind = self._kind
+        for name in ("group", "outputs"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"Stored.{name} = {value!r}: must be a whole number above 0, or None")
+        if self.zeros and not self.numbers.startswith("uint"):
+            raise ConfigError(
+                f"Stored.zeros = True with the numbers '{self.numbers}': zero points need 'uint{kind.bits}'"
+            )
+        if self.word not in ("uint8", "uint32"):
+            raise ConfigError(f"Stored.word = {self.word!r}: must be 'uint8' or 'uint32'")
+        if isinstance(self.scale, str) and self.scale not in FLOATS:
+            try:
+                numbers_of(self.scale)
+            except ConfigError as e:
+                hint = near(self.scale, FLOATS) or f"; or use one of {', '.join(FLOATS)}"
+                raise ConfigError(f"Stored.scale = '{self.scale}': {e}{hint}") from None
+        if isinstance(self.scale, Stored) and (self.scale.zeros or self.scale.numbers.startswith("kmeans")):
+            raise ConfigError(f"Stored.scale = {self.scale}: scales have no zero points and no tables of their own")
+
+    @property
+    def float_scales(self) -> bool:
+        """Whether scales are plain arrays of floats."""
+        return self.scale in FLOATS
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return self._kind.bits
+
+    @property
+    def _kind(self) -> Numbers:
+        if (bits := self.numbers.removeprefix("kmeans")) != self.numbers:
+            if bits not in tuple("12345678"):
+                raise ConfigError(f"Stored.numbers = '{self.numbers}': a table has 1 to 8 bits, as 'kmeans4'")
+            return numbers_of(f"uint{bits}")
+        return numbers_of(self.numbers)
+
+    def covers(self, info: TensorInfo) -> bool:
+        """Return whether a matrix is of a layer, and divides into groups and words.
+
+        Raises:
+          ConfigError: a group does not divide the inputs or outputs of a layer's matrix, or no dimension of it fills
+            whole words.
+        """
+        if not super().covers(info):
+            return False
+        assert info.contracted is not None
+        _, inputs, outputs = dimensions(len(info.shape), info.contracted)
+        for name, size, dims in (("group", self.group, inputs), ("outputs", self.outputs, outputs)):
+            sizes = [info.shape[d] for d in dims]
+            if block_of(sizes, size) is None:
+                assert size is not None
+                what = f"the {math.prod(sizes)} {'inputs' if name == 'group' else 'outputs'}"
+                raise ConfigError(
+                    f"Stored.{name} = {size} does not divide {what} of {info.path}; the nearest that does is "
+                    f"{nearest_block(sizes, size)}"
+                )
+        if self.axis(info.shape, info.contracted) is None:
+            per = unit(self.bits, self._width)[0]
+            wider = next(b for b in (*range(self.bits, 9), 8) if self._divides(info.shape, info.contracted, b))
+            raise ConfigError(
+                f"{self.numbers}: codes of {self.bits} bits are packed in units of {per}, which no dimension of "
+                f"{info.path} {info.shape} divides into; the nearest width that does is {wider} bits"
+            )
+        return True
+
+    @property
+    def _width(self) -> int:
+        return 8 * np.dtype(self.word).itemsize
+
+    def _divides(self, shape: tuple[int, ...], contracted: tuple[int, ...], bits: int) -> list[int]:
+        _, inputs, outputs = dimensions(len(shape), contracted)
+        per = unit(bits, self._width)[0]
+        return [d - len(shape) for d in (*reversed(inputs), *reversed(outputs)) if shape[d] % per == 0]
+
+    def axis(self, shape: tuple[int, ...], contracted: tuple[int, ...]) -> int | None:
+        """Return the dimension that codes are packed along: the last summed one whose size is whole units of codes.
+
+        Args:
+          shape: of the kernel.
+          contracted: see `encode`.
+
+        Returns:
+          counted from the last as -1; `None` if there is none.
+        """
+        return next(iter(self._divides(shape, contracted, self.bits)), None)
+
+    def block(self, shape: tuple[int, ...], contracted: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a block of weights that share a scale.
+
+        Args:
+          shape: of the kernel.
+          contracted: see `encode`.
+        """
+        lead, inputs, outputs = dimensions(len(shape), contracted)
+        block = dict.fromkeys(lead, 1)
+        for dims, size in ((inputs, self.group), (outputs, self.outputs)):
+            part = block_of([shape[d] for d in dims], size)
+            assert part is not None, "covers() checks this"
+            block |= zip(dims, part, strict=True)
+        return tuple(block[d] for d in range(len(shape)))
+
+    def encode(self, kernel: Float[Array, "..."], contracted: tuple[int, ...]) -> StoredWeight:
+        """See `WeightFormat`; a group of zeros has scale 1."""
+        offset = None
+        if self.centred:
+            _, inputs, outputs = dimensions(kernel.ndim, contracted)
+            over = (*inputs, *(outputs if -1 not in contracted else ()))
+            offset = jnp.mean(kernel.astype(jnp.float32), over, keepdims=True)
+            kernel = kernel - offset
+        return dataclasses.replace(self.rounded(kernel, contracted, *self.scales(kernel, contracted)), offset=offset)
+
+    def scales(
+        self, kernel: Float[Array, "..."], contracted: tuple[int, ...]
+    ) -> tuple[Float[Array, "..."], Float[Array, "..."] | None]:
+        """Return float32 scales, and zero points if there are any, before they are stored: one for each block.
+
+        Args:
+          kernel: the model's matrix.
+          contracted: see `encode`.
+        """
+        blocks, entries = cut(kernel.astype(jnp.float32), self.block(kernel.shape, contracted))
+        if self.zeros:
+            low, high = jnp.min(blocks, entries, initial=0.0), jnp.max(blocks, entries, initial=0.0)
+            scale = _above_zero((high - low) / (2**self.bits - 1))
+            return scale, jnp.clip(jnp.round(-low / scale), 0, 2**self.bits - 1)
+        largest = jnp.max(jnp.abs(blocks), entries)
+        if self.scale == "e8m0":
+            return _power_of_two(largest, self._largest), None
+        if self._kind.mean:
+            return _above_zero(jnp.mean(jnp.abs(blocks), entries)), None
+        return _above_zero(largest / self._largest), None
+
+    def flaws(self, kernel: Float[Array, "..."], weight: Weight | Array) -> Bool[Array, " 2"]:
+        """See `WeightFormat`; a scale of 0 for weights that are not is one as well."""
+        flaws = super().flaws(kernel, weight)
+        assert isinstance(weight, StoredWeight)
+        scale = weight.scale.dense() if isinstance(weight.scale, StoredWeight) else weight.scale
+        assert scale is not None
+        lost = jnp.any((spread(scale, kernel.shape) == 0) & (kernel != 0))
+        return flaws.at[1].set(flaws[1] | lost)
+
+    @property
+    def _largest(self) -> float:
+        return 1.0 if self.numbers.startswith("kmeans") else self._kind.largest
+
+    def rounded(
+        self,
+        kernel: Float[Array, "..."],
+        contracted: tuple[int, ...],
+        scale: Float[Array, "..."],
+        zero: Float[Array, "..."] | None = None,
+    ) -> StoredWeight:
+        """Return the kernel in this format with some scales, each weight rounded to the nearest number.
+
+        Args:
+          kernel: the model's matrix.
+          contracted: see `encode`.
+          scale: float32, one for each block; stored first, so that weights are rounded with what is stored.
+          zero: whole numbers, likewise.
+        """
+        kept, spread_scale = self._stored_scale(scale, kernel.shape, contracted)
+        x = kernel.astype(jnp.float32) / spread_scale
+        zeros = None
+        if zero is not None:
+            zeros = StoredWeight.of(zero.astype(jnp.uint8), "uint8", -1)
+            x = x + spread(zero, kernel.shape)
+        axis = self.axis(kernel.shape, contracted)
+        assert axis is not None, "covers() checks this"
+        table = None
+        if self.numbers.startswith("kmeans"):
+            lead = len(dimensions(kernel.ndim, contracted)[0])
+            table = codebook(x, lead, self.bits)
+            codes = nearest(x, table, lead)
+        else:
+            codes = self._kind.encode(x)
+        return StoredWeight.of(codes, self._kind.name, axis, self.word, scale=kept, zero=zeros, table=table)
+
+    def _stored_scale(self, scale: Array, shape: tuple[int, ...], contracted: tuple[int, ...]) -> tuple[Any, Array]:
+        """Return scales as they are stored, and their float32 values for each weight."""
+        if self.scale in FLOATS:
+            kept = scale.astype(self.scale)
+            return kept, spread(kept.astype(jnp.float32), shape)
+        few = _few_bits(scale, self.scale, contracted)
+        return few, spread(few.dense(), shape)
+
+
+def _few_bits(scale: Array, how: str | Stored, contracted: tuple[int, ...]) -> StoredWeight:
+    """Return scales in a type of few bits; the smallest ones do not become 0."""
+    if not isinstance(how, Stored):
+        kind = numbers_of(how)
+        return StoredWeight.of(kind.encode(jnp.maximum(scale, kind.smallest)), how, -1)
+    _, inputs, outputs = dimensions(scale.ndim, contracted)
+    every = tuple(d - scale.ndim for d in sorted((*inputs, *outputs)))
+    if how.group is not None:
+        how = dataclasses.replace(how, group=nearest_block([scale.shape[d] for d in every], how.group))
+    kept = how.encode(scale, every)
+    if how.centred:
+        return kept
+    kind = numbers_of(how.numbers)
+    zero = dataclasses.replace(kept, scale=None).dense() == 0
+    codes = jnp.where(zero, kind.encode(jnp.float32(kind.smallest)), kept.unpacked())
+    return StoredWeight.of(codes, how.numbers, kept.axis, how.word, scale=kept.scale)
+
+
+def dimensions(rank: int, contracted: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return the dimensions of stacked layers and experts, of inputs, and of outputs.
+
+    Args:
+      rank: of the kernel.
+      contracted: the dimensions that a product sums over, counted from the last as -1. If they are the last ones, as
+        of an output head, there are no stacked layers.
+    """
+    inputs = tuple(sorted(d % rank for d in contracted))
+    lead = () if inputs[-1] == rank - 1 else tuple(range(inputs[0]))
+    return lead, inputs, tuple(d for d in range(rank) if d not in (*lead, *inputs))
+
+
+def _above_zero(scale: Array) -> Array:
+    return jnp.where(scale > 0, scale, 1.0)
+
+
+def _power_of_two(largest: Array, top: float) -> Array:
+    """Return the power of two of the OCP's MX formats: of the largest weight over that of the largest number."""
+    exponent = jnp.frexp(largest)[1] - 1 - int(np.floor(np.log2(top)))
+    exponent = jnp.where(largest > 0, jnp.clip(exponent, -126, 127), 0)
+    return jnp.ldexp(jnp.float32(1.0), exponent)

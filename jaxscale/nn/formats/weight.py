@@ -1,0 +1,161 @@
+"""A weight of packed codes and scales, and its product."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt, UInt8
+
+from jaxscale.layout import TensorInfo, constrain, path_name
+from jaxscale.layout.tensors import Tree
+from jaxscale.nn.formats.blocks import spread
+from jaxscale.nn.formats.numbers import from_table, numbers_of
+from jaxscale.nn.formats.packing import pack, unpack
+from jaxscale.parallel import Weight
+from jaxscale.parallel.weight import kernel_gradient
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StoredWeight(Weight):
+    """A kernel `(number(codes) - zero) · scale + offset`.
+
+    `scale`, `zero` and `offset` have the kernel's rank: along a dimension of n entries, 1, n, or one for each of
+    several blocks of equal size. Each may be a `StoredWeight` itself, such as scales of 8 bits.
+
+    Args:
+      codes: uint8 or uint32, the kernel's shape but for `axis`, along which they are packed (`pack`).
+      scale: float; `None` is 1.
+      zero: float, in units of the scale; `None` is 0.
+      offset: float; `None` is 0.
+      table: float32, the kernel's dimensions of layers and experts, 1 for each other dimension, then 2^bits: the
+        numbers of the codes; `None` is those of `numbers`.
+      numbers: the type of number, see `numbers_of`.
+      axis: the packed dimension, counted from the last as -1.
+    """
+
+    codes: UInt[Array, "..."]
+    scale: Float[Array, "..."] | StoredWeight | None = None
+    zero: Float[Array, "..."] | StoredWeight | None = None
+    offset: Float[Array, "..."] | StoredWeight | None = None
+    table: Float[Array, "..."] | None = None
+    numbers: str = dataclasses.field(default="int4", metadata={"static": True})
+    axis: int = dataclasses.field(default=-1, metadata={"static": True})
+
+    @classmethod
+    def of(
+        cls, codes: UInt8[Array, "..."], numbers: str, axis: int, word: DTypeLike = jnp.uint8, **parts: Any
+    ) -> StoredWeight:
+        """Return a weight of codes that are not packed yet.
+
+        Args:
+          codes: uint8, the kernel's shape.
+          numbers: the type of number.
+          axis: the dimension to pack along, counted from the last as -1.
+          word: uint8 or uint32.
+          **parts: `scale`, `zero`, `offset`, `table`.
+        """
+        return cls(pack(codes, numbers_of(numbers).bits, axis, word), numbers=numbers, axis=axis, **parts)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The kernel's shape."""
+        shape = list(self.codes.shape)
+        shape[self.axis] = shape[self.axis] * 8 * self.codes.dtype.itemsize // numbers_of(self.numbers).bits
+        return tuple(shape)
+
+    def unpacked(self) -> UInt8[Array, "..."]:
+        """Return the codes, one in each byte, in the kernel's shape."""
+        return unpack(self.codes, numbers_of(self.numbers).bits, self.axis)
+
+    def dense(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+        """See `Weight`; computed in float32, which is the default dtype."""
+        kind, codes = numbers_of(self.numbers), self.unpacked()
+        x = kind.decode(codes) if self.table is None else _look_up(codes, self.table, kind.bits)
+        if self.zero is not None:
+            x = x - spread(_float(self.zero), x.shape)
+        if self.scale is not None:
+            x = x * spread(_float(self.scale), x.shape)
+        if self.offset is not None:
+            x = x + spread(_float(self.offset), x.shape)
+        return x.astype(dtype or jnp.float32)
+
+    def used(self, axes: tuple[str, ...], dtype: DTypeLike) -> Float[Array, "..."]:
+        """See `Weight`: devices exchange the codes and scales, and each computes the kernel from them."""
+
+        def gather(x: Array) -> Array:
+            names = _names(x.shape, self.shape, axes)
+            return constrain(constrain(x, *names, kind="params"), *names)
+
+        return constrain(jax.tree.map(gather, self).dense(dtype), *axes)
+
+    def matmul(
+        self,
+        x: Float[Array, "..."],
+        axes: tuple[str, ...],
+        contracted: tuple[int, ...],
+        dtype: DTypeLike,
+        out_dtype: DTypeLike,
+    ) -> Float[Array, "..."]:
+        """See `Weight`. The backward pass computes the kernel again; gradients reach float scales."""
+        return _product(x, self, axes, contracted, dtype, out_dtype)
+
+    def infos(self, info: TensorInfo) -> Tree:
+        """See `Weight`; dimensions of codes and scales have the kernel's names wherever there are several."""
+
+        def one(path: tuple[Any, ...], x: Array | TensorInfo) -> TensorInfo:
+            names = _names(x.shape, info.shape, info.axes)
+            return TensorInfo(f"{info.path}/{path_name(path)}", tuple(x.shape), x.dtype, names)
+
+        return jax.tree_util.tree_map_with_path(one, self)
+
+
+def _float(x: Array | StoredWeight) -> Array:
+    return x.dense(jnp.float32) if isinstance(x, StoredWeight) else x.astype(jnp.float32)
+
+
+def _look_up(codes: Array, table: Array, bits: int) -> Array:
+    """Look up codes in a table for each layer and expert."""
+    if (lead := sum(n > 1 for n in table.shape[:-1])) == 0:
+        return from_table(codes, table.reshape(-1), bits)
+    while table.shape[lead - 1] == 1:  # a stack of one layer before several experts
+        lead += 1
+    flat = codes.reshape(-1, *codes.shape[lead:])
+    looked = jax.vmap(partial(from_table, bits=bits))(flat, table.reshape(flat.shape[0], -1))
+    return looked.reshape(codes.shape)
+
+
+def _names(shape: tuple[int, ...], kernel: tuple[int, ...], axes: tuple[str | None, ...]) -> tuple[str | None, ...]:
+    """Return the kernel's axes for the dimensions of an array of a weight; a table has one more."""
+    pairs = zip(shape, kernel, axes, strict=False)
+    return tuple(a if m > 1 or n == 1 else None for m, n, a in pairs) + (None,) * (len(shape) - len(kernel))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def _product(x, weight, axes, contracted, dtype, out_dtype):  # type: ignore[no-untyped-def]
+    return _forward(x, weight, axes, contracted, dtype, out_dtype)[0]
+
+
+def _forward(x, weight, axes, contracted, dtype, out_dtype):  # type: ignore[no-untyped-def]
+    dims = tuple(range(x.ndim - len(contracted), x.ndim)), contracted
+    kernel = weight.used(axes, dtype)
+    y = jax.lax.dot_general(x.astype(dtype), kernel, (dims, ((), ())), preferred_element_type=out_dtype)
+    return y, (x, weight)  # not the kernel, so that no dense copy is kept
+
+
+def _backward(axes, contracted, dtype, out_dtype, residuals, dy):  # type: ignore[no-untyped-def]
+    x, weight = residuals
+    rest = tuple(d for d in range(len(axes)) if d not in contracted)
+    dims = tuple(range(dy.ndim - len(rest), dy.ndim)), rest
+    kernel = weight.used(axes, dtype)
+    dx = jax.lax.dot_general(dy.astype(dtype), kernel, (dims, ((), ())), preferred_element_type=x.dtype)
+    dkernel = kernel_gradient(x, dy, axes, contracted, dtype, jnp.float32)
+    return dx, jax.vjp(lambda w: w.dense(), weight)[1](dkernel)[0]
+
+
+_product.defvjp(_forward, _backward)

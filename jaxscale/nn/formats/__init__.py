@@ -1,6 +1,6 @@
 """Formats of stored weights: types of numbers, scales of blocks, packed codes."""
 
-from jaxscale.nn.formats.numbers import Numbers, numbers_of
+from jaxscale.nn.formats.numbers import NumberType, numbers_of
 from jaxscale.nn.formats.packing import pack, unpack
 from jaxscale.nn.formats.presets import FORMATS, PRESETS, GroupedIntegers
 from jaxscale.nn.formats.stored import Stored
@@ -10,7 +10,7 @@ __all__ = [
     "FORMATS",
     "PRESETS",
     "GroupedIntegers",
-    "Numbers",
+    "NumberType",
     "Stored",
     "StoredWeight",
     "numbers_of",

@@ -22,7 +22,7 @@ NF4 = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Numbers:
+class NumberType:
     """A type of numbers: a table of what each code stands for.
 
     Args:
@@ -99,7 +99,7 @@ def from_table(codes: UInt8[Array, "..."], table: Float[Array, " n"], bits: int)
 
 
 @functools.cache
-def _lowest(numbers: Numbers) -> int | None:
+def _lowest(numbers: NumberType) -> int | None:
     """Return the lowest number if codes are integers in two's complement or without a sign; else `None`."""
     for low in (0, -(2 ** (numbers.bits - 1))):
         if numbers.values == tuple(float((c ^ -low) + low) for c in range(2**numbers.bits)):
@@ -124,7 +124,7 @@ def _float32(codes: Array, exponent: int, mantissa: int) -> Array:
 
 
 @functools.cache
-def _bounds(numbers: Numbers) -> tuple[np.ndarray, np.ndarray]:
+def _bounds(numbers: NumberType) -> tuple[np.ndarray, np.ndarray]:
     """Return the codes of finite numbers in rising order, and the largest number that still takes each but the last."""
     first: dict[float, int] = {}
     for code, value in enumerate(numbers.values):
@@ -138,7 +138,7 @@ def _bounds(numbers: Numbers) -> tuple[np.ndarray, np.ndarray]:
 
 
 @functools.cache
-def numbers_of(name: str) -> Numbers:
+def numbers_of(name: str) -> NumberType:
     """Return a type of numbers by its name.
 
     `int2` to `int8` are integers in two's complement, symmetric around 0 when weights are encoded; `uint1` to `uint8`
@@ -156,13 +156,13 @@ def numbers_of(name: str) -> Numbers:
         bits = int(found[2])
         half = 0 if found[1] else 2 ** (bits - 1)
         if found[1] or bits > 1:
-            return Numbers(name, bits, tuple(float((c ^ half) - half) for c in range(2**bits)))
+            return NumberType(name, bits, tuple(float((c ^ half) - half) for c in range(2**bits)))
     if name == "e8m0":
-        return Numbers(name, 8, (*(float(np.float32(2.0) ** e) for e in range(-127, 128)), float("nan")))
+        return NumberType(name, 8, (*(float(np.float32(2.0) ** e) for e in range(-127, 128)), float("nan")))
     if found := re.fullmatch(r"e([1-8])m([0-7])", name):
         exponent, mantissa = int(found[1]), int(found[2])
         if exponent + mantissa <= 7:
-            return Numbers(name, 1 + exponent + mantissa, _floats(exponent, mantissa), parts=(exponent, mantissa))
+            return NumberType(name, 1 + exponent + mantissa, _floats(exponent, mantissa), parts=(exponent, mantissa))
     if name in _NAMED:
         return _NAMED[name]
     examples = [*_NAMED, *(f"int{b}" for b in range(2, 9)), *(f"uint{b}" for b in range(1, 9)), *_FLOATS]
@@ -173,9 +173,9 @@ def numbers_of(name: str) -> Numbers:
 
 
 _NAMED = {
-    "nf4": Numbers("nf4", 4, NF4),
-    "ternary": Numbers("ternary", 2, (0.0, 1.0, float("nan"), -1.0), mean=True),
-    "binary": Numbers("binary", 1, (-1.0, 1.0), mean=True),
+    "nf4": NumberType("nf4", 4, NF4),
+    "ternary": NumberType("ternary", 2, (0.0, 1.0, float("nan"), -1.0), mean=True),
+    "binary": NumberType("binary", 1, (-1.0, 1.0), mean=True),
 }
 _FLOATS = ("e2m1", "e3m2", "e2m3", "e4m3", "e5m2", "e8m0")
 

@@ -15,7 +15,7 @@ from jaxscale.errors import ConfigError, near
 from jaxscale.layout import TensorInfo
 from jaxscale.nn.formats.blocks import block_of, cut, nearest_block, spread
 from jaxscale.nn.formats.kmeans import codebook, nearest
-from jaxscale.nn.formats.numbers import Numbers, numbers_of
+from jaxscale.nn.formats.numbers import NumberType, numbers_of
 from jaxscale.nn.formats.packing import unit
 from jaxscale.nn.formats.weight import StoredWeight
 from jaxscale.nn.weight_format import WeightFormat
@@ -85,7 +85,7 @@ class Stored(WeightFormat):
         return self._kind.bits
 
     @property
-    def _kind(self) -> Numbers:
+    def _kind(self) -> NumberType:
         if (bits := self.numbers.removeprefix("kmeans")) != self.numbers:
             if bits not in tuple("12345678"):
                 raise ConfigError(f"Stored.numbers = '{self.numbers}': a table has 1 to 8 bits, as 'kmeans4'")

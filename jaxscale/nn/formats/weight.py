@@ -16,7 +16,7 @@ from jaxscale.layout.tensors import Tree
 from jaxscale.nn.formats.blocks import spread
 from jaxscale.nn.formats.numbers import from_table, numbers_of
 from jaxscale.nn.formats.packing import pack, unpack
-from jaxscale.parallel import Weight
+from jaxscale.parallel import Arithmetic, Weight
 from jaxscale.parallel.weight import kernel_gradient
 
 
@@ -99,11 +99,10 @@ class StoredWeight(Weight):
         x: Float[Array, "..."],
         axes: tuple[str, ...],
         contracted: tuple[int, ...],
-        dtype: DTypeLike,
-        out_dtype: DTypeLike,
+        arithmetic: Arithmetic,
     ) -> Float[Array, "..."]:
         """See `Weight`. The backward pass computes the kernel again; gradients reach float scales."""
-        return _product(x, self, axes, contracted, dtype, out_dtype)
+        return _product(x, self, axes, contracted, arithmetic)
 
     def infos(self, info: TensorInfo) -> Tree:
         """See `Weight`; dimensions of codes and scales have the kernel's names wherever there are several."""
@@ -136,25 +135,27 @@ def _names(shape: tuple[int, ...], kernel: tuple[int, ...], axes: tuple[str | No
     return tuple(a if m > 1 or n == 1 else None for m, n, a in pairs) + (None,) * (len(shape) - len(kernel))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
-def _product(x, weight, axes, contracted, dtype, out_dtype):  # type: ignore[no-untyped-def]
-    return _forward(x, weight, axes, contracted, dtype, out_dtype)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _product(x, weight, axes, contracted, arithmetic):  # type: ignore[no-untyped-def]
+    return _forward(x, weight, axes, contracted, arithmetic)[0]
 
 
-def _forward(x, weight, axes, contracted, dtype, out_dtype):  # type: ignore[no-untyped-def]
-    dims = tuple(range(x.ndim - len(contracted), x.ndim)), contracted
-    kernel = weight.used(axes, dtype)
-    y = jax.lax.dot_general(x.astype(dtype), kernel, (dims, ((), ())), preferred_element_type=out_dtype)
+def _forward(x, weight, axes, contracted, arithmetic):  # type: ignore[no-untyped-def]
+    y = _dot(x, weight, axes, contracted, arithmetic.dtype, arithmetic.forward, arithmetic.out_dtype)
     return y, (x, weight)  # not the kernel, so that no dense copy is kept
 
 
-def _backward(axes, contracted, dtype, out_dtype, residuals, dy):  # type: ignore[no-untyped-def]
+def _dot(x, weight, axes, summed, dtype, numbers, out_dtype):  # type: ignore[no-untyped-def]
+    dims = tuple(range(x.ndim - len(summed), x.ndim))
+    left, right = numbers.left(x, dims), numbers.right(weight.used(axes, dtype), summed)
+    return numbers.dot(left, right, ((dims, summed), ((), ())), out_dtype)
+
+
+def _backward(axes, contracted, arithmetic, residuals, dy):  # type: ignore[no-untyped-def]
     x, weight = residuals
     rest = tuple(d for d in range(len(axes)) if d not in contracted)
-    dims = tuple(range(dy.ndim - len(rest), dy.ndim)), rest
-    kernel = weight.used(axes, dtype)
-    dx = jax.lax.dot_general(dy.astype(dtype), kernel, (dims, ((), ())), preferred_element_type=x.dtype)
-    dkernel = kernel_gradient(x, dy, axes, contracted, dtype, jnp.float32)
+    dx = _dot(dy, weight, axes, rest, arithmetic.dtype, arithmetic.input_gradient, x.dtype)
+    dkernel = kernel_gradient(x, dy, axes, contracted, arithmetic, jnp.float32)
     return dx, jax.vjp(lambda w: w.dense(), weight)[1](dkernel)[0]
 
 

@@ -31,6 +31,11 @@ def add(commands: Any) -> None:
     parser.add_argument("--revision", help="for a name on the Hub: a branch, tag or commit")
     parser.add_argument("--adapters", metavar="PEFT", help="a folder with PEFT's LoRA adapters, to add to the weights")
     parser.add_argument(
+        "--widen",
+        action="store_true",
+        help="import quantised weights (fp8, GPTQ, AWQ ...) as the values they stand for",
+    )
+    parser.add_argument(
         "--check", action="store_true", help="compare float32 logits with transformers, which must be installed"
     )
     parser.add_argument("--devices", type=int, metavar="N", help="simulate N devices on this machine's CPU")
@@ -58,6 +63,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         "dtype": args.dtype,
         "revision": args.revision,
         "adapters": args.adapters,
+        "widen": args.widen,
         "say": say,
     }
     imported = import_checkpoint(args.source, args.out, **options)

@@ -19,6 +19,7 @@ from jaxscale.interop.companions import CONFIG, GENERATION
 from jaxscale.interop.fields import Fields
 from jaxscale.interop.maps import Region
 from jaxscale.interop.pretrained import PRECISIONS
+from jaxscale.interop.stored import FIELD
 from jaxscale.interop.write import write_tensors
 from jaxscale.models import Learned, TransformerConfig
 from jaxscale.run import Run
@@ -177,7 +178,7 @@ def _length(run: Run, source: dict[str, Any]) -> int:
 def _config(family: Family, model: TransformerConfig, source: dict[str, Any], length: int, run: Run) -> dict[str, Any]:
     """Return the config.json: the one that the run was imported with, if it still describes the model."""
     if source.get("model_type") == family.model_type and same_model(family.model(Fields(source, CONFIG)), model):
-        config = dict(source)
+        config = {k: v for k, v in source.items() if k != FIELD}  # the weights that are written are not quantised
         config[next((k for k in ("dtype", "torch_dtype") if k in config), "torch_dtype")] = model.param_dtype
         return config
     tokens = {k: v for k, v in source.items() if k.endswith("_token_id")}

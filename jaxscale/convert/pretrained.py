@@ -55,6 +55,7 @@ def import_checkpoint(
     dtype: str | None = None,
     revision: str | None = None,
     adapters: str | Path | None = None,
+    widen: bool = False,
     say: Callable[[str], None] = log.warning,
 ) -> Run:
     """Import a Hugging Face checkpoint as a run folder; `load(out)` is then a run with parameters and a tokenizer.
@@ -71,6 +72,7 @@ def import_checkpoint(
       dtype: see `open_pretrained`.
       revision: a branch, tag or commit of a name on the Hub.
       adapters: a PEFT folder, also in a bucket, or a name on the Hub; merged into the weights, in their dtype.
+      widen: see `open_pretrained`.
       say: prints a line.
 
     Returns:
@@ -83,7 +85,7 @@ def import_checkpoint(
     """
     layout = Layout(layout) if isinstance(layout, str) else layout
     added = None if adapters is None else local_folder(adapters)
-    opened = open_pretrained(local_folder(source, revision), dtype=dtype, adapters=added, say=say)
+    opened = open_pretrained(local_folder(source, revision), dtype=dtype, adapters=added, widen=widen, say=say)
     facts = {"source": as_named(opened.folder.absolute()), "family": opened.family.model_type}
     facts |= {} if added is None else {"adapters": as_named(added.absolute())}
     mark = json.dumps([opened.arrays.tensors.fingerprint(), opened.values])

@@ -75,7 +75,7 @@ def compare(
     """
     torch, transformers = packages()
     folder = local_folder(source, revision)
-    opened = open_pretrained(folder, dtype="float32", say=lambda _: None)
+    opened = open_pretrained(folder, dtype="float32", widen=True, say=lambda _: None)
     ids = np.random.default_rng(0).integers(0, opened.config.vocab, (rows, min(length, opened.length)))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():

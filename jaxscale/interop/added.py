@@ -14,23 +14,21 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxscale.errors import CheckpointError, near
-from jaxscale.interop.fields import Fields, read_json, short
+from jaxscale.interop.fields import Fields, plain_pattern, read_json, short
 from jaxscale.interop.links import check_links
 from jaxscale.interop.peft import ADAPTER_CONFIG, ADAPTER_TENSORS, PREFIX, WEIGHT
-from jaxscale.interop.safetensors import SafeTensors, Stored, dtype_of, is_real, read_header
+from jaxscale.interop.safetensors import Stored, Tensors, dtype_of, is_real, read_header
 
 _KEY = re.compile(re.escape(PREFIX) + r"(?P<module>.+)\.lora_(?P<side>[AB])" + re.escape(WEIGHT))
-_PATTERN = 200
-"""Most characters of a key of `alpha_pattern`, which is a regular expression."""
 _BASE_UNCHANGED = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that do not change the base model's matrices; the others do."""
 
 
-class Added(SafeTensors):
-    """The tensors of a folder; those with adapters as float32 W + scale · B · A (W + scale · (B · A)ᵀ for GPT-2).
+class Added(Tensors):
+    """The tensors of a model; those with adapters as float32 W + scale · B · A (W + scale · (B · A)ᵀ for GPT-2).
 
     Args:
-      folder: the model's folder; see `SafeTensors`.
+      tensors: the model's tensors.
       adapters: a PEFT folder with LoRA adapters (Hu et al. 2021).
       prefix: prefix that the model's tensor names may lack.
 
@@ -38,8 +36,8 @@ class Added(SafeTensors):
       CheckpointError: the folder has no adapters, pickled ones, other than LoRA, or some that do not fit the model.
     """
 
-    def __init__(self, folder: str | Path, adapters: str | Path, prefix: str = ""):
-        super().__init__(folder)
+    def __init__(self, tensors: Tensors, adapters: str | Path, prefix: str = ""):
+        self._tensors, self.folder = tensors, tensors.folder
         self.adapters = Path(adapters)
         check_links(self.adapters)
         if not (self.adapters / ADAPTER_CONFIG).is_file():
@@ -68,6 +66,15 @@ class Added(SafeTensors):
             raise CheckpointError(f"{self.adapters / ADAPTER_TENSORS} holds no tensor")
         self._scales = {name: self._scale(name, module) for name, module in modules.items()}
 
+    def __getitem__(self, name: str) -> Stored:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
     def _name(self, name: str, prefix: str) -> str:
         return name if name in self else name.removeprefix(prefix)
 
@@ -95,23 +102,15 @@ class Added(SafeTensors):
         if not isinstance(own, Mapping):
             raise CheckpointError(f"{self._about.what} has alpha_pattern = {short(own)}, which is not an object")
         for pattern in own:
-            if len(pattern) > _PATTERN or len(re.findall(r"[*+{]", pattern)) > 2 or re.search(r"\)[*+{?]", pattern):
-                raise CheckpointError(
-                    f"{self._about.what} has the alpha_pattern {short(pattern)}, which could take for ever to match; "
-                    f"use the name of a module (at most {_PATTERN} letters, two repetitions, none of a group)"
-                )
-            try:
-                match = re.fullmatch(rf"(.*\.)?({pattern})", module)
-            except re.error as e:
-                raise CheckpointError(f"{self._about.what} has the alpha_pattern {pattern!r}: {e}") from None
-            if match:
+            plain_pattern(pattern, f"alpha_pattern of {self._about.what}")
+            if re.fullmatch(rf"(.*\.)?({pattern})", module):
                 return Fields(dict(own), f"alpha_pattern of {self._about.what}").number(pattern)
         return self._about.number("lora_alpha")
 
     @contextmanager
     def reading(self, name: str) -> Iterator[np.ndarray]:
-        """See `SafeTensors.reading`."""
-        with super().reading(name) as tensor:
+        """See `Tensors.reading`."""
+        with self._tensors.reading(name) as tensor:
             pair = self._pairs.get(name)
             yield tensor if pair is None else self._sum(name, tensor, **pair)
 
@@ -121,9 +120,9 @@ class Added(SafeTensors):
         return tensor.astype(np.float32) + (more.T if turned else more)
 
     def fingerprint(self) -> list[list[Any]]:
-        """See `SafeTensors.fingerprint`; includes the adapters."""
+        """See `Tensors.fingerprint`; includes the adapters."""
         files = [self.adapters / n for n in (ADAPTER_CONFIG, ADAPTER_TENSORS)]
-        return [*super().fingerprint(), *([f.name, hashlib.sha256(f.read_bytes()).hexdigest()] for f in files)]
+        return [*self._tensors.fingerprint(), *([f.name, hashlib.sha256(f.read_bytes()).hexdigest()] for f in files)]
 
 
 def is_adapters(folder: Path) -> bool:

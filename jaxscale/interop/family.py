@@ -157,14 +157,10 @@ def family_of(values: dict[str, Any], families: Sequence[Family], where: str) ->
       where: the file, for messages.
 
     Raises:
-      CheckpointError: the family is unknown, or the checkpoint is quantised.
+      CheckpointError: the family is unknown.
     """
     known = {f.model_type: f for f in families}
     kind = values.get("model_type")
-    if values.get("quantization_config"):
-        method = values["quantization_config"]
-        method = method.get("quant_method", "unknown method") if isinstance(method, dict) else method
-        raise CheckpointError(f"{where} is quantised ({method}); use a checkpoint in bfloat16 or float32")
     if not isinstance(kind, str) or kind not in known:
         raise CheckpointError(f"{where} has the model_type {short(kind)}{near(short(kind), known)}")
     return known[kind]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +27,9 @@ _HARMLESS = frozenset(
 """Fields that do not affect the forward pass: names, token ids, settings of training."""
 
 
+_PATTERN = 200
+"""Most characters of a regular expression in a file."""
+
 LARGEST = 2**31 - 1
 """The largest size."""
 
@@ -44,6 +48,27 @@ def short(value: object) -> str:
     """Return the `repr` of a value, at most 100 characters, for a message."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def plain_pattern(pattern: str, where: str) -> None:
+    """Check that a file's regular expression for names of modules is quick to match.
+
+    Args:
+      pattern: the expression.
+      where: the file and the field, for the message.
+
+    Raises:
+      CheckpointError: it is not valid, or could take for ever.
+    """
+    if len(pattern) > _PATTERN or len(re.findall(r"[*+{]", pattern)) > 2 or re.search(r"\)[*+{?]", pattern):
+        raise CheckpointError(
+            f"{where} has the pattern {short(pattern)}, which could take for ever to match; use the name of a module "
+            f"(at most {_PATTERN} letters, two repetitions, none of a group)"
+        )
+    try:
+        re.compile(pattern)
+    except re.error as e:
+        raise CheckpointError(f"{where} has the pattern {pattern!r}: {e}") from None
 
 
 def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:

@@ -19,7 +19,8 @@ from jaxscale.interop.families import FAMILIES
 from jaxscale.interop.family import Family, family_of
 from jaxscale.interop.fields import Fields, read_json, short
 from jaxscale.interop.peft import ADAPTER_CONFIG
-from jaxscale.interop.safetensors import SafeTensors
+from jaxscale.interop.safetensors import SafeTensors, Tensors
+from jaxscale.interop.stored import FIELD, Decoded, layout_of, method_of
 from jaxscale.interop.transfer import Foreign
 from jaxscale.models import TransformerConfig
 
@@ -56,6 +57,7 @@ def open_pretrained(
     *,
     dtype: str | None = None,
     adapters: str | Path | None = None,
+    widen: bool = False,
     say: Callable[[str], None] = log.warning,
 ) -> Pretrained:
     """Open a Hugging Face folder and check all names and shapes, without reading values.
@@ -68,11 +70,12 @@ def open_pretrained(
       dtype: dtype of parameters and arithmetic, "bfloat16" or "float32"; by default bfloat16 if all tensors have it,
         else float32, so that no value is rounded.
       adapters: a PEFT folder whose adapters are merged into the matrices as they are read (see `Added`).
+      widen: read quantised weights as the values that they stand for (see `jaxscale.interop.stored`).
       say: prints a line.
 
     Raises:
       CheckpointError: an unknown family, field or dtype; tensors that are missing, extra or misshapen; pickled weights
-        only; adapters of another kind or model.
+        only; adapters of another kind or model; quantised weights without `widen`, or in an unknown layout.
     """
     folder = Path(folder)
     if is_adapters(folder):
@@ -83,12 +86,15 @@ def open_pretrained(
         )
     if dtype is not None and dtype not in PRECISIONS:
         raise CheckpointError(f"cannot import to dtype = '{dtype}'{near(dtype, PRECISIONS)}")
-    tensors = SafeTensors(folder)
+    tensors: Tensors = SafeTensors(folder)
     file = folder / "config.json"
     values = read_json(file)
     family = family_of(values, FAMILIES, str(file))
+    if method_of(values):
+        tensors = _widened(tensors, values, file, widen, say)
+        values = {k: v for k, v in values.items() if k != FIELD}
     if adapters is not None:
-        tensors = Added(folder, adapters, family.prefix)
+        tensors = Added(tensors, adapters, family.prefix)
     fields = Fields(values, str(file))
     config = _model(family, fields, len(tensors))
     length = fields.size("max_position_embeddings", 0) or fields.size("n_positions", 2048)
@@ -106,6 +112,23 @@ def open_pretrained(
             say(f"{folder} has tensors of {why}; importing as float32, which rounds none of them (or pass a dtype)")
     config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype)
     return Pretrained(folder, family, values, config, _foreign(family, config, tensors), length)
+
+
+def _widened(tensors: Tensors, values: dict[str, Any], file: Path, widen: bool, say: Callable[[str], None]) -> Decoded:
+    """Return the tensors of a quantised checkpoint with its weights as float32."""
+    layout, about = layout_of(values, str(file))
+    if not widen:
+        raise CheckpointError(
+            f"{file} is quantised ({method_of(values)}); --widen (in Python: widen=True) imports the values that its "
+            "weights stand for"
+        )
+    decoded = Decoded(tensors, layout)
+    unread = about.unread()
+    if unread:
+        say(f"ignoring settings of {about.what} that decoding does not use: {', '.join(unread)}")
+    if decoded.dropped:
+        say(f"leaving out {len(decoded.dropped)} scales of quantised activations, such as {decoded.dropped[0]}")
+    return decoded
 
 
 def _model(family: Family, fields: Fields, tensors: int) -> TransformerConfig:
@@ -132,7 +155,7 @@ def _model(family: Family, fields: Fields, tensors: int) -> TransformerConfig:
     return config
 
 
-def _foreign(family: Family, config: TransformerConfig, tensors: SafeTensors) -> Foreign:
+def _foreign(family: Family, config: TransformerConfig, tensors: Tensors) -> Foreign:
     ignored = tuple(p.replace("{depth}", str(config.depth)) for p in family.ignored)
     ignored = (*ignored, *((re.escape(_HEAD),) if config.tied else ()))  # a tied head may be in the file, too
     return Foreign(tensors, family.bind(config), ignored, family.prefix)
@@ -150,7 +173,7 @@ def _one_matrix(arrays: Foreign) -> bool:
     return _digest(tensors, _HEAD, same) == _digest(tensors, embed, same)
 
 
-def _digest(tensors: SafeTensors, name: str, as_is: bool) -> bytes:
+def _digest(tensors: Tensors, name: str, as_is: bool) -> bytes:
     """Return a digest of a matrix's bytes, or of its values as float32; only one tensor can be open at a time."""
     digest = hashlib.sha256()
     with tensors.reading(name) as tensor:

@@ -14,8 +14,9 @@ import math
 import mmap
 import os
 import threading
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
@@ -40,7 +41,15 @@ DTYPES = {
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
+    "U16": np.dtype(np.uint16),
+    "U32": np.dtype(np.uint32),
+    "U64": np.dtype(np.uint64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
+_REAL = frozenset(DTYPES[name] for name in ("F64", "F32", "F16", "BF16"))
+"""Dtypes whose numbers are values by themselves, without a scale beside them."""
 _HEADER_LIMIT = 100_000_000
 _SAMPLE, _SAMPLES = 65536, 16  # bytes of a sample, number of samples
 _DIMENSIONS = 32
@@ -66,7 +75,29 @@ class Stored:
     stop: int
 
 
-class SafeTensors(Mapping[str, Stored]):
+class Tensors(Mapping[str, Stored]):
+    """Named tensors of a checkpoint, which are read one at a time."""
+
+    folder: Path
+    """The checkpoint's folder."""
+
+    @abstractmethod
+    def reading(self, name: str) -> AbstractContextManager[np.ndarray]:
+        """Yield a tensor's values, read-only. Only one tensor can be open at a time; do not use it afterwards.
+
+        Args:
+          name: the tensor.
+
+        Raises:
+          CheckpointError: it cannot be read as numbers.
+        """
+
+    @abstractmethod
+    def fingerprint(self) -> list[list[Any]]:
+        """Return what a continued import compares: each file's name, size, mtime and a digest of samples."""
+
+
+class SafeTensors(Tensors):
     """The tensors of a folder, by name.
 
     Args:
@@ -152,8 +183,8 @@ def dtype_of(tensor: Stored, name: str) -> np.dtype:
 
 
 def is_real(dtype: np.dtype) -> bool:
-    """Whether a dtype is a floating-point one; NumPy does not know bfloat16 as one."""
-    return dtype.kind == "f" or dtype == ml_dtypes.bfloat16
+    """Whether a dtype is a floating-point one of at least 16 bits, so that its numbers need no scale."""
+    return dtype in _REAL
 
 
 def _files(folder: Path) -> list[Path]:

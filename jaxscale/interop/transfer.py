@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxscale.errors import CheckpointError
 from jaxscale.interop.maps import Bound, Region
-from jaxscale.interop.safetensors import SafeTensors, dtype_of, is_real
+from jaxscale.interop.safetensors import Tensors, dtype_of, is_real
 
 _MISSING = 10_000
 """Missing tensors are listed by name only if there are no more of them than about this."""
@@ -33,7 +33,7 @@ class Foreign:
 
     def __init__(
         self,
-        tensors: SafeTensors,
+        tensors: Tensors,
         bound: Iterable[Bound],
         ignored: tuple[str, ...] = (),
         prefix: str = "",
@@ -51,7 +51,7 @@ class Foreign:
         return self._bound
 
     @property
-    def tensors(self) -> SafeTensors:
+    def tensors(self) -> Tensors:
         """Their tensors."""
         return self._tensors
 

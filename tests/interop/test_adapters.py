@@ -12,6 +12,7 @@ from jaxscale.cli import main
 from jaxscale.convert.exporting_adapters import export_adapters
 from jaxscale.convert.pretrained import export_checkpoint, import_checkpoint
 from jaxscale.errors import CheckpointError, RunError
+from jaxscale.interop import SafeTensors
 from jaxscale.interop.added import Added
 from jaxscale.interop.maps import Map, bind
 from jaxscale.interop.peft import Pair, modules_of
@@ -82,7 +83,7 @@ def test_the_base_and_their_products_are_what_the_merged_export_is(name, tmp_pat
     assert not tensors
     assert changed == {k for k in weights if not np.array_equal(weights[k], merged[k])}
 
-    added = Added(tmp_path / "hf-base", out)
+    added = Added(SafeTensors(tmp_path / "hf-base"), out)
     for key, value in merged.items():
         with added.reading(key) as tensor:
             np.testing.assert_allclose(tensor, value, atol=1e-6, err_msg=key)

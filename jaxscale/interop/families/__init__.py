@@ -6,6 +6,7 @@ from jaxscale.interop.families import (
     gemma2,
     gemma3,
     gpt2,
+    kimi_k2,
     llama,
     mistral,
     mixtral,
@@ -32,6 +33,7 @@ FAMILIES: tuple[Family, ...] = (
     phi3.FAMILY,
     deepseek_v2.FAMILY,
     deepseek_v3.FAMILY,
+    kimi_k2.FAMILY,
     gpt2.FAMILY,
 )
 """All families, in the order in which an export tries them; of equally near ones, errors name the first."""

@@ -1,0 +1,70 @@
+"""AWQ's layout (Lin et al. 2023), as AutoAWQ writes it for its matrix product ("gemm")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxscale.interop.fields import Fields
+from jaxscale.interop.stored.bits import unpack
+from jaxscale.interop.stored.gptq import group_size, grouped
+from jaxscale.interop.stored.layout import Arrays, Entries, Form, QuantisedLayout, finite, misfit
+
+_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+"""Place in a word, in fours of bits from the lowest on, of each of eight outputs."""
+
+
+class AWQLayout(QuantisedLayout):
+    """weight[o, i] = (code[i, o] - zero[g, o]) · scale[g, o], where g is the group of input i.
+
+    Eight outputs are in a word: the even ones in its lower half, the odd ones in its upper half.
+
+    Args:
+      config: fields of `quantization_config`.
+
+    Raises:
+      CheckpointError: another number of bits, or tensors for another kernel than "gemm".
+    """
+
+    methods = ("awq",)
+    forms = (Form(".weight", {"codes": ".qweight", "zeros": ".qzeros", "scale": ".scales"}),)
+
+    def __init__(self, config: Fields):
+        config.only("w_bit" if "w_bit" in config.values else "bits", 4)
+        config.only("version", "gemm", "GEMM")
+        config.only("format", "gemm")
+        self.group = group_size(config)
+        for name in (
+            "zero_point",
+            "modules_to_not_convert",
+            "backend",
+            "exllama_config",
+            "fuse_max_seq_len",
+            "do_fuse",
+        ):
+            config.get(name, None)
+
+    def shape(self, name: str, entries: Entries, small: Callable[[str], np.ndarray]) -> tuple[int, ...]:
+        """See `QuantisedLayout.shape`."""
+        codes, zeros, scale = (entries[role] for role in ("codes", "zeros", "scale"))
+        if len(codes.shape) != 2 or codes.dtype != "I32" or zeros.dtype != "I32":
+            raise misfit(name, entries)
+        inputs, outputs = codes.shape[0], 8 * codes.shape[1]
+        groups = -(-inputs // (self.group or inputs))
+        if scale.shape != (groups, outputs) or zeros.shape != (groups, outputs // 8):
+            raise misfit(name, entries)
+        return outputs, inputs
+
+    def decode(self, name: str, arrays: Arrays) -> np.ndarray:
+        """See `QuantisedLayout.decode`."""
+        scale = finite(name, "the scale", arrays["scale"])
+        codes, zeros = (_unpack(arrays[role]) for role in ("codes", "zeros"))
+        group = np.arange(len(codes)) // (self.group or len(codes))
+        return grouped(np.ascontiguousarray(codes.T), zeros.T, scale.T, group)
+
+
+def _unpack(words: np.ndarray) -> np.ndarray:
+    """Return the codes (rows, 8 · words), uint8, of a matrix of words."""
+    codes = unpack(words, 4, 8 * words.shape[1]).reshape(len(words), -1, 8)
+    return codes[:, :, _ORDER].reshape(len(words), -1)

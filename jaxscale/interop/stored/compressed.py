@@ -1,0 +1,190 @@
+"""The layout of the package compressed-tensors, which llm-compressor writes: packed integers, int8, fp8, fp4."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxscale import reading
+from jaxscale.errors import CheckpointError, near
+from jaxscale.interop.fields import Fields, plain_pattern, short
+from jaxscale.interop.stored.bits import e2m1, e8m0, unpack, words_of
+from jaxscale.interop.stored.fp8 import FLOATS, grids, scaled
+from jaxscale.interop.stored.layout import Arrays, Entries, Form, QuantisedLayout, finite, misfit
+
+_MAY = {"zeros": ".weight_zero_point", "group": ".weight_g_idx"}
+_FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mixed-precision",
+    "dense",
+)
+
+
+class CompressedTensors(QuantisedLayout):
+    """weight = (code - zero) · scale, with a scale per matrix, output, group of inputs, or block.
+
+    | tensors | codes |
+    |---|---|
+    | `weight_packed` of int32, `weight_shape` | 1 to 8 bits without gaps, plus half of their range |
+    | `weight` of int8 or fp8 | one in a byte |
+    | `weight_packed` of uint8 | two fp4 (e2m1) in a byte; scales in fp8 over a float32 one (nvfp4), or powers of two |
+
+    Settings of activations and caches are dropped: the products of an imported model are not quantised.
+
+    Args:
+      config: fields of `quantization_config`.
+
+    Raises:
+      CheckpointError: a format, a kind of sparsity or a transform of weights that cannot be decoded.
+    """
+
+    methods = ("compressed-tensors",)
+    forms = (
+        Form(".weight", {"codes": ".weight_packed", "scale": ".weight_scale", "shape": ".weight_shape"}, _MAY),
+        Form(".weight", {"codes": ".weight_packed", "scale": ".weight_scale", "global": ".weight_global_scale"}),
+        Form(".weight", {"codes": ".weight_packed", "scale": ".weight_scale"}),
+        Form(".weight", {"codes": ".weight", "scale": ".weight_scale"}, _MAY),
+    )
+    dropped = tuple(f".{a}_{b}" for a in "input output k v q".split() for b in ("scale", "zero_point", "global_scale"))
+
+    def __init__(self, config: Fields):
+        config.only("format", *_FORMATS)
+        config.only("quantization_status", "compressed")
+        sparsity = config.get("sparsity_config", None) or {}
+        if sparsity.get("format", "dense") not in (None, "dense"):
+            raise CheckpointError(
+                f"{config.what} has a sparsity_config of format {short(sparsity['format'])}; only 'dense' is supported"
+            )
+        if (config.get("transform_config", None) or {}).get("config_groups"):
+            raise CheckpointError(
+                f"{config.what} has a transform_config; only weights that are not transformed are supported"
+            )
+        for name in ("ignore", "kv_cache_scheme", "global_compression_ratio", "version"):
+            config.get(name, None)
+        self._schemes = _schemes(config)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def shape(self, name: str, entries: Entries, small: Callable[[str], np.ndarray]) -> tuple[int, ...]:
+        """See `QuantisedLayout.shape`."""
+        codes, scale = entries["codes"], entries["scale"]
+        if len(codes.shape) != 2:
+            raise misfit(name, entries)
+        rows, columns = codes.shape
+        if "shape" in entries:
+            columns = int(small("shape").reshape(-1)[-1])
+            fits = codes.dtype == "I32" and codes.shape[1] == words_of(columns, self._bits(name))
+        elif codes.dtype == "U8":
+            columns *= 2
+            fits = columns % scale.shape[-1] == 0 and scale.dtype == ("F8_E4M3" if "global" in entries else "U8")
+        else:
+            fits = codes.dtype in ("I8", *FLOATS)
+        grid = scale.shape in grids((rows, columns), self._block(name))
+        if not fits or not (grid or (len(scale.shape) == 2 and scale.shape[0] == rows and scale.shape[1] <= columns)):
+            raise misfit(name, entries)
+        self._shapes[name] = rows, columns
+        return rows, columns
+
+    def decode(self, name: str, arrays: Arrays) -> np.ndarray:
+        """See `QuantisedLayout.decode`."""
+        rows, columns = self._shapes[name]
+        codes, scale, zeros = arrays["codes"], arrays["scale"], arrays.get("zeros")
+        if codes.dtype == np.uint8:
+            values = e2m1(codes)
+            scale = e8m0(scale) if scale.dtype == np.uint8 else scale.astype(np.float32)
+            if "global" in arrays:
+                scale = scale / arrays["global"].astype(np.float32)
+        elif "shape" in arrays:
+            bits = self._bits(name)
+            half = np.float32(2 ** (bits - 1))
+            values = unpack(codes, bits, columns).astype(np.float32) - half
+            if zeros is not None and zeros.dtype == np.int32:  # packed along the outputs
+                zeros = unpack(zeros.T, bits, rows).T.astype(np.float32) - half
+        else:
+            values = codes.astype(np.float32)
+        return _scaled(values, finite(name, "the scale", scale), zeros, arrays.get("group"), self._block(name))
+
+    def _scheme(self, name: str) -> dict[str, Any]:
+        """Return the settings of a weight: those whose targets name its module, else those of all of a kind."""
+        module = name.removesuffix(".weight")
+        if len(self._schemes) == 1:
+            return self._schemes[0][1]
+        named = [s for targets, s in self._schemes if any(_names(t, module) for t in targets)]
+        kinds = [s for targets, s in self._schemes if "Linear" in targets]
+        if not named and not kinds:
+            raise CheckpointError(f"no entry of config_groups in quantization_config is for {module}")
+        return (named or kinds)[0]
+
+    def _bits(self, name: str) -> int:
+        return self._scheme(name)["num_bits"]
+
+    def _block(self, name: str) -> tuple[int, int] | None:
+        block = self._scheme(name).get("block_structure")
+        return None if block is None else (block[0], block[1])
+
+
+def _schemes(config: Fields) -> list[tuple[list[str], dict[str, Any]]]:
+    """Return (targets, settings of weights) of each of `config_groups`."""
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise CheckpointError(f"{config.what} has config_groups = {short(groups)}, which names no weights")
+    schemes = []
+    for name, group in groups.items():
+        weights, targets = (group.get(k) if isinstance(group, dict) else None for k in ("weights", "targets"))
+        where = f"config_groups.{name} of {config.what}"
+        if not isinstance(weights, dict) or not isinstance(targets, list):
+            raise CheckpointError(f"{where} has no weights or no targets")
+        own = group.get("format")
+        if own is not None and own not in _FORMATS:
+            raise CheckpointError(f"{where} has the format {short(own)}{near(short(own), _FORMATS)}")
+        if not reading.is_whole(weights.get("num_bits"), 1) or weights["num_bits"] > 8:
+            raise CheckpointError(f"{where} has num_bits = {short(weights.get('num_bits'))}; supported are 1 to 8")
+        block = weights.get("block_structure")
+        if block is not None and not (
+            isinstance(block, list) and len(block) == 2 and all(map(reading.is_whole, block))
+        ):
+            raise CheckpointError(
+                f"{where} has block_structure = {short(block)}; supported are two sizes, as [128, 128]"
+            )
+        if len(groups) > 1:
+            for target in targets:
+                if str(target).startswith("re:"):
+                    plain_pattern(target[3:], where)
+        schemes.append(([str(t) for t in targets], weights))
+    return schemes
+
+
+def _names(target: str, module: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target[3:], module) is not None
+    return module == target
+
+
+def _scaled(
+    values: np.ndarray,
+    scale: np.ndarray,
+    zeros: np.ndarray | None,
+    group: np.ndarray | None,
+    block: tuple[int, int] | None,
+) -> np.ndarray:
+    """Return (values - zeros) · scale, where the second dimension of zeros and scales may be of groups of inputs."""
+    rows, columns = values.shape
+    zeros = None if zeros is None else zeros.astype(np.float32).reshape(scale.shape)
+    if scale.ndim == 2 and scale.shape[0] == rows and scale.shape[1] > 1:
+        size = -(-columns // scale.shape[1])
+        of = np.arange(columns) // size if group is None or (group < 0).any() else group
+        if zeros is not None:
+            values -= zeros[:, of]
+        values *= scale[:, of]
+        return values
+    if zeros is not None:
+        ones = scaled(np.ones_like(values), zeros, block)
+        values -= ones
+    return scaled(values, scale, block)

@@ -1,0 +1,100 @@
+"""GPTQ's layout (Frantar et al. 2022), as AutoGPTQ and GPTQModel write it: integers packed along the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxscale.errors import CheckpointError
+from jaxscale.interop.fields import Fields
+from jaxscale.interop.stored.bits import unpack, words_of
+from jaxscale.interop.stored.layout import Arrays, Entries, Form, QuantisedLayout, finite, misfit
+
+_TRAINING = """damp_percent damp_auto_increment true_sequential act_group_aware static_groups model_name_or_path meta
+    quantizer dataset tokenizer model_seqlen model_file_base_name block_name_to_quantize max_input_length backend
+    module_name_preceding_first_block batch_size pad_token_id cache_block_outputs modules_in_block_to_quantize
+    use_cuda_fp16 use_exllama exllama_config disable_exllama pack_dtype pack_impl desc_act sym lm_head mse rotation
+    hyb_act offload_to_disk adapter""".split()
+
+
+class GPTQLayout(QuantisedLayout):
+    """weight[o, i] = (code[o, i] - zero[g, o]) · scale[g, o], where g is the group of input i.
+
+    `qweight` has the codes of 32 / bits inputs in a word (3 bits run on into the next word), `qzeros` those of as many
+    outputs. Zeros are stored minus one, but not in the format "gptq_v2".
+
+    Args:
+      config: fields of `quantization_config`.
+
+    Raises:
+      CheckpointError: a number of bits or a format of tensors that is unknown.
+    """
+
+    methods = ("gptq",)
+    forms = (Form(".weight", {"codes": ".qweight", "zeros": ".qzeros", "scale": ".scales"}, {"group": ".g_idx"}),)
+
+    def __init__(self, config: Fields):
+        self.bits = config.only("bits", 4, 2, 3, 8)
+        self.group = group_size(config)
+        name = "checkpoint_format" if config.values.get("checkpoint_format") is not None else "format"
+        self.add = 0 if config.only(name, "gptq", "gptq_v2") == "gptq_v2" else 1
+        if any(not str(rule).startswith("-:") for rule in config.get("dynamic", None) or {}):
+            raise CheckpointError(
+                f"{config.what} has settings of single modules in 'dynamic'; supported are the same bits everywhere, "
+                "and modules that are not quantised"
+            )
+        for field in (*_TRAINING, "format", "checkpoint_format"):
+            config.get(field, None)
+
+    def shape(self, name: str, entries: Entries, small: Callable[[str], np.ndarray]) -> tuple[int, ...]:
+        """See `QuantisedLayout.shape`."""
+        codes, zeros, scale = (entries[role] for role in ("codes", "zeros", "scale"))
+        if len(codes.shape) != 2 or len(scale.shape) != 2 or codes.dtype != "I32" or zeros.dtype != "I32":
+            raise misfit(name, entries)
+        inputs, outputs = codes.shape[0] * 32 // self.bits, codes.shape[1]
+        group = self.group or inputs
+        if (
+            scale.shape != (-(-inputs // group), outputs)
+            or zeros.shape != (scale.shape[0], words_of(outputs, self.bits))
+            or ("group" in entries and entries["group"].shape != (inputs,))
+        ):
+            raise misfit(name, entries)
+        return outputs, inputs
+
+    def decode(self, name: str, arrays: Arrays) -> np.ndarray:
+        """See `QuantisedLayout.decode`."""
+        words, scale = arrays["codes"], finite(name, "the scale", arrays["scale"])
+        inputs, outputs = words.shape[0] * 32 // self.bits, words.shape[1]
+        codes = unpack(words.T, self.bits, inputs)
+        zeros = (unpack(arrays["zeros"], self.bits, outputs) + np.uint8(self.add)) & np.uint8(2**self.bits - 1)
+        group = arrays["group"] if "group" in arrays else np.arange(inputs) // (self.group or inputs)
+        if group.size and (group.min() < 0 or group.max() >= len(scale)):
+            raise CheckpointError(f"g_idx of {name} names groups that its scales do not have")
+        return grouped(codes, zeros.T, scale.T, group)
+
+
+def group_size(config: Fields) -> int | None:
+    """Return the inputs that share a scale; `None` if all of an output do.
+
+    Args:
+      config: fields of `quantization_config`, whose `group_size` is a size or -1.
+    """
+    value = config.get("group_size", None)
+    return None if value in (None, -1) else config.size("group_size")
+
+
+def grouped(codes: np.ndarray, zeros: np.ndarray, scale: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """Return (codes - zeros) · scale, float32.
+
+    Args:
+      codes: uint8 (outputs, inputs).
+      zeros: uint8 (outputs, groups).
+      scale: float32 (outputs, groups).
+      group: the group of each input.
+    """
+    values = codes.astype(np.float32)
+    group = np.asarray(group)
+    values -= zeros.astype(np.float32)[:, group]
+    values *= scale[:, group]
+    return values

@@ -1,0 +1,205 @@
+"""A layout of quantised weights in a folder: which tensors of its files make one weight, and how to decode them."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jaxscale.errors import CheckpointError
+from jaxscale.interop.fields import Fields
+from jaxscale.interop.safetensors import Stored, Tensors
+
+Entries = Mapping[str, Stored]
+"""The entry of each tensor of a weight, by its role ("codes", "scale")."""
+
+Arrays = Mapping[str, np.ndarray]
+"""The values of each tensor of a weight, by its role."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How the names of a weight's tensors end; what stands before is the same for all of them.
+
+    Args:
+      weight: the ending of the weight's own name, ".weight".
+      needs: role -> ending of the tensors that it needs. The first is that of the codes, which decides.
+      may: role -> ending of those that it may have.
+    """
+
+    weight: str
+    needs: Mapping[str, str]
+    may: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+class QuantisedLayout(ABC):
+    """A layout of quantised tensors; each file of `jaxscale/interop/stored` defines one.
+
+    A subclass reads `quantization_config` when it is made, and raises CheckpointError, naming the field, for a
+    configuration that it cannot decode.
+
+    Args:
+      config: the fields of `quantization_config`.
+    """
+
+    methods: ClassVar[tuple[str, ...]]
+    """Values of `quant_method` that mean this layout."""
+
+    forms: ClassVar[tuple[Form, ...]]
+    """Forms of weights, the first of which that fits is used."""
+
+    dropped: ClassVar[tuple[str, ...]] = ()
+    """Endings of tensors that only quantised activations or caches need."""
+
+    @abstractmethod
+    def __init__(self, config: Fields): ...
+
+    @abstractmethod
+    def shape(self, name: str, entries: Entries, small: Callable[[str], np.ndarray]) -> tuple[int, ...]:
+        """Return a weight's shape, after checking that its tensors fit together; reads no codes.
+
+        Args:
+          name: the weight.
+          entries: the entries of its tensors.
+          small: role -> the values of that tensor, for the few whose values say the shape.
+
+        Raises:
+          CheckpointError: they do not fit together.
+        """
+
+    @abstractmethod
+    def decode(self, name: str, arrays: Arrays) -> np.ndarray:
+        """Return a weight's values, float32.
+
+        Args:
+          name: the weight.
+          arrays: the values of its tensors.
+
+        Raises:
+          CheckpointError: the values cannot be decoded, such as a scale that is NaN.
+        """
+
+
+class Decoded(Tensors):
+    """The tensors of a quantised checkpoint with its weights as float32.
+
+    One weight is decoded at a time, and kept until the next one is read.
+
+    Args:
+      tensors: the tensors of its files.
+      layout: their layout.
+
+    Raises:
+      CheckpointError: the tensors of a weight do not fit together.
+    """
+
+    def __init__(self, tensors: Tensors, layout: QuantisedLayout):
+        self.folder, self.layout = tensors.folder, layout
+        self._tensors, self._lock = tensors, threading.RLock()
+        self._parts = parts_of(tensors, layout)
+        used = {n for roles in self._parts.values() for n in roles.values()}
+        self.dropped = [n for n in tensors if n not in used and n.endswith(layout.dropped)]
+        self._entries = {n: t for n, t in tensors.items() if n not in used.union(self.dropped)}
+        for name, roles in self._parts.items():
+            entries = {role: tensors[n] for role, n in roles.items()}
+            shape = layout.shape(name, entries, lambda role, roles=roles: self._values(roles[role]))  # type: ignore[misc]
+            first = next(iter(entries.values()))
+            self._entries[name] = Stored(first.file, "F32", shape, first.start, first.stop)
+        self._last: tuple[str, np.ndarray] | None = None
+
+    @property
+    def weights(self) -> dict[str, dict[str, str]]:
+        """The names of the tensors of each quantised weight, by weight and role."""
+        return self._parts
+
+    def __getitem__(self, name: str) -> Stored:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[np.ndarray]:
+        """See `Tensors.reading`."""
+        if name not in self._parts:
+            with self._tensors.reading(name) as tensor:
+                yield tensor
+            return
+        with self._lock:
+            if self._last is None or self._last[0] != name:
+                self._last = None  # free it before the next one is decoded
+                self._last = (name, self._decode(name))
+            yield self._last[1]
+
+    def _decode(self, name: str) -> np.ndarray:
+        values = self.layout.decode(name, {role: self._values(n) for role, n in self._parts[name].items()})
+        assert values.dtype == np.float32 and values.shape == self[name].shape
+        values.flags.writeable = False
+        return values
+
+    def _values(self, name: str) -> np.ndarray:
+        with self._tensors.reading(name) as tensor:
+            return np.array(tensor)
+
+    def fingerprint(self) -> list[list[Any]]:
+        """See `Tensors.fingerprint`."""
+        return self._tensors.fingerprint()
+
+
+def parts_of(tensors: Mapping[str, Stored], layout: QuantisedLayout) -> dict[str, dict[str, str]]:
+    """Return the names of the tensors of each quantised weight, by weight and role; other tensors are in none.
+
+    Args:
+      tensors: the tensors of the files, by name.
+      layout: their layout.
+    """
+    parts: dict[str, dict[str, str]] = {}
+    for form in layout.forms:
+        codes = next(iter(form.needs.values()))
+        for name in tensors:
+            if not name.endswith(codes):
+                continue
+            base = name.removesuffix(codes)
+            if base + form.weight in parts or any(base + end not in tensors for end in form.needs.values()):
+                continue
+            more = {role: end for role, end in form.may.items() if base + end in tensors}
+            parts[base + form.weight] = {role: base + end for role, end in {**form.needs, **more}.items()}
+    return parts
+
+
+def finite(name: str, what: str, scale: np.ndarray) -> np.ndarray:
+    """Return scales as float32.
+
+    Args:
+      name: the weight.
+      what: which of its tensors.
+      scale: its values.
+
+    Raises:
+      CheckpointError: one is infinite or not a number.
+    """
+    scale = scale.astype(np.float32)
+    if not np.isfinite(scale).all():
+        raise CheckpointError(
+            f"{what} of {name} has a value that is not finite; the file is damaged, download it again"
+        )
+    return scale
+
+
+def misfit(name: str, entries: Entries) -> CheckpointError:
+    """Return the error for tensors that do not make a weight together.
+
+    Args:
+      name: the weight.
+      entries: the entries of its tensors.
+    """
+    sizes = ", ".join(f"{role} {e.dtype} {list(e.shape)}" for role, e in entries.items())
+    return CheckpointError(f"the tensors of {name} do not fit together: {sizes[:400]}")

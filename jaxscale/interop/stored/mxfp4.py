@@ -1,0 +1,45 @@
+"""GPT-OSS's layout of experts: mxfp4 (Open Compute Project, Microscaling Formats 1.0), 32 inputs a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxscale.interop.fields import Fields
+from jaxscale.interop.stored.bits import e2m1, e8m0
+from jaxscale.interop.stored.layout import Arrays, Entries, Form, QuantisedLayout, finite, misfit
+
+
+class MXFP4Experts(QuantisedLayout):
+    """`NAME_blocks` uint8 (experts, outputs, blocks, 16) and `NAME_scales` uint8 (experts, outputs, blocks).
+
+    A byte has two codes of e2m1, the lower half first; a scale is 2^(e - 127). The weight is (experts, inputs,
+    outputs), as transformers has it.
+
+    Args:
+      config: fields of `quantization_config`.
+    """
+
+    methods = ("mxfp4",)
+    forms = (Form("", {"codes": "_blocks", "scale": "_scales"}),)
+
+    def __init__(self, config: Fields):
+        for name in ("modules_to_not_convert", "dequantize"):
+            config.get(name, None)
+
+    def shape(self, name: str, entries: Entries, small: Callable[[str], np.ndarray]) -> tuple[int, ...]:
+        """See `QuantisedLayout.shape`."""
+        codes, scale = entries["codes"], entries["scale"]
+        four = len(codes.shape) == 4 and codes.shape[:3] == scale.shape
+        if not four or codes.dtype != "U8" or scale.dtype != "U8":
+            raise misfit(name, entries)
+        experts, outputs, blocks, half = codes.shape
+        return experts, 2 * half * blocks, outputs
+
+    def decode(self, name: str, arrays: Arrays) -> np.ndarray:
+        """See `QuantisedLayout.decode`."""
+        scale = finite(name, "the scale", e8m0(arrays["scale"]))
+        values = e2m1(arrays["codes"])
+        values *= scale[..., None]
+        return np.ascontiguousarray(values.reshape(*scale.shape[:2], -1).transpose(0, 2, 1))

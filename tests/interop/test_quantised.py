@@ -1,0 +1,210 @@
+"""Quantised folders of other programs: packed bit by bit from their descriptions, they decode to the values packed."""
+
+from __future__ import annotations
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxscale.cli import main
+from jaxscale.convert.pretrained import export_checkpoint, import_checkpoint
+from jaxscale.errors import CheckpointError
+from jaxscale.interop import SafeTensors, open_pretrained
+from jaxscale.interop.safetensors import DTYPES, write_header
+from jaxscale.interop.stored import Decoded, layout_of
+from tests.truth import packed
+from tests.truth.hf_folder import CONFIG, tensors
+
+GROUPS = np.arange(64) // 16
+SHUFFLED = np.random.default_rng(3).permutation(GROUPS)
+
+
+def _groups(bits, **weights):
+    return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits, **weights}}}}
+
+
+def _ct(kind, bits, **more):
+    return {"quant_method": "compressed-tensors", "format": kind, **_groups(bits), **more}
+
+
+def _fp8(block):
+    return {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block), "activation_scheme": "dynamic"}
+
+
+def _gptq(bits, **more):
+    return {"quant_method": "gptq", "bits": bits, "group_size": 16, "desc_act": False, "sym": False, **more}
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+
+LAYOUTS = {
+    "fp8, blocks cut at the edges": (_fp8((20, 12)), lambda w: packed.fp8(w, (20, 12))),
+    "gptq 4 bits": (_gptq(4), lambda w: packed.gptq(w, 4, GROUPS[: w.shape[1]])),
+    "gptq 2 bits": (_gptq(2), lambda w: packed.gptq(w, 2, GROUPS[: w.shape[1]], index=False)),
+    "gptq 3 bits, over words": (_gptq(3), lambda w: packed.gptq(w, 3, GROUPS)),
+    "gptq 8 bits, inputs in another order": (_gptq(8, desc_act=True), lambda w: packed.gptq(w, 8, SHUFFLED)),
+    "gptq_v2": (_gptq(4, checkpoint_format="gptq_v2"), lambda w: packed.gptq(w, 4, GROUPS, minus_one=False)),
+    "awq": (AWQ, lambda w: packed.awq(w, 16)),
+    "int4 packed": (_ct("pack-quantized", 4), lambda w: packed.signed(w, 4, 16)),
+    "int3 packed, with zeros": (_ct("pack-quantized", 3), lambda w: packed.signed(w, 3, 16, symmetric=False)),
+    "int8 packed": (_ct("pack-quantized", 8), lambda w: packed.signed(w, 8, 64)),
+    "int8": (_ct("int-quantized", 8), lambda w: packed.bytes_with_scales(w, np.dtype(np.int8), 127)),
+    "fp8 by output": (
+        _ct("float-quantized", 8),
+        lambda w: packed.bytes_with_scales(w, np.dtype(ml_dtypes.float8_e4m3fn), 448),
+    ),
+    "nvfp4": (_ct("nvfp4-pack-quantized", 4), packed.nvfp4),
+    "nf4": (BNB, lambda w: packed.four_bits(w, 48)),
+    "8 bits of bitsandbytes": ({**BNB, "load_in_4bit": False, "load_in_8bit": True}, packed.eight_bits),
+}
+
+
+def _write(folder, made, quantised, **config):
+    folder.mkdir(exist_ok=True)
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    with (folder / "model.safetensors").open("wb") as f:
+        assert all(a.dtype in names for a in made.values())
+        write_header(f, {name: (a.dtype, a.shape) for name, a in made.items()})
+        for a in made.values():
+            f.write(np.ascontiguousarray(a).tobytes())
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantised, **config}))
+    return folder
+
+
+def _decoded(folder):
+    layout, _ = layout_of(json.loads((folder / "config.json").read_text()), "config.json")
+    return Decoded(SafeTensors(folder), layout)
+
+
+def _matrix(rows=40, columns=64):
+    return np.random.default_rng(0).standard_normal((rows, columns)) / 4
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_matrix_has_the_values_that_were_packed(tmp_path, name):
+    config, pack = LAYOUTS[name]
+    parts, values = pack(_matrix())
+    made = {f"a{end}": tensor for end, tensor in parts.items()}
+    got = _decoded(_write(tmp_path, {**made, "a.bias": np.ones(3, np.float16)}, config))
+    assert set(got) == {"a.weight", "a.bias"} and got["a.weight"].shape == values.shape
+    with got.reading("a.weight") as weight:
+        assert weight.dtype == np.float32
+        exact = values.astype(np.float32)
+        # products of codes and scales of 16 bits are exact; one of float32 is rounded, in nvfp4 and 8 bits twice
+        apart = abs(weight.view(np.int32).astype(np.int64) - exact.view(np.int32))
+        assert apart.max() <= (2 if name in ("nvfp4", "8 bits of bitsandbytes") else 0)
+    assert abs(values - _matrix()).max() < 0.5  # the packer did not lose the matrix
+
+
+def test_experts_of_mxfp4_have_the_values_that_were_packed(tmp_path):
+    parts, values = packed.mxfp4(np.random.default_rng(0).standard_normal((3, 8, 64)))
+    made = {f"experts.gate_up_proj{end}": tensor for end, tensor in parts.items()}
+    got = _decoded(_write(tmp_path, made, {"quant_method": "mxfp4"}))
+    assert got["experts.gate_up_proj"].shape == (3, 64, 8)
+    with got.reading("experts.gate_up_proj") as weight:
+        np.testing.assert_array_equal(weight, values.astype(np.float32))
+
+
+def _model(pack):
+    """The tensors of a Llama whose projections are packed, and those that they stand for."""
+    made, values = {}, {}
+    for name, tensor in tensors().items():
+        if not name.endswith("_proj.weight"):
+            made[name] = values[name] = tensor
+            continue
+        parts, value = pack(tensor)
+        made |= {name.removesuffix(".weight") + end: part for end, part in parts.items()}
+        values[name] = value.astype(np.float32)
+    return made, values
+
+
+@pytest.mark.parametrize("name", ["fp8, blocks cut at the edges", "gptq 4 bits", "awq", "int4 packed"])
+def test_a_widened_import_is_the_model_of_those_values(tmp_path, name):
+    config, pack = LAYOUTS[name]
+    made, values = _model(pack)
+    run = import_checkpoint(_write(tmp_path / "theirs", made, config), tmp_path / "run", widen=True, layout="tensor=2")
+    assert run.config.model.param_dtype == "float32"
+    out = export_checkpoint(run, tmp_path / "out")
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    got = SafeTensors(out)
+    assert set(got) == set(values)
+    for key, value in values.items():
+        with got.reading(key) as tensor:
+            np.testing.assert_array_equal(tensor, value)
+
+
+def test_the_command_widens_to_bfloat16(tmp_path):
+    made, values = _model(lambda w: packed.fp8(w, (128, 128)))
+    made["model.layers.0.self_attn.k_proj.input_scale"] = np.ones((), np.float32)
+    folder = _write(tmp_path / "theirs", made, _fp8((128, 128)))
+    assert main(["import", str(folder), str(tmp_path / "refused")]) == 2
+    assert not (tmp_path / "refused").exists()
+    assert main(["import", str(folder), str(tmp_path / "run"), "--widen", "--dtype", "bfloat16"]) == 0
+    out = export_checkpoint(tmp_path / "run", tmp_path / "out")
+    with SafeTensors(out).reading("model.layers.2.mlp.down_proj.weight") as tensor:
+        np.testing.assert_array_equal(tensor, values["model.layers.2.mlp.down_proj.weight"].astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("int8", "is quantised (int8)"),
+        ({"quant_method": "gtpq"}, "did you mean 'gptq'"),
+        (_gptq(5), "bits = 5, but only 4 or 2 or 3 or 8 is supported"),
+        (_gptq(4, checkpoint_format="marlin"), "checkpoint_format = 'marlin'; known: gptq, gptq_v2"),
+        (_gptq(4, dynamic={"+:.*down.*": {"bits": 8}}), "settings of single modules in 'dynamic'"),
+        ({**AWQ, "version": "gemv"}, "version = 'gemv'; did you mean 'gemm'"),
+        ({**_fp8((128, 128)), "weight_block_size": [128]}, "weight_block_size = [128]; supported are two sizes"),
+        (_ct("marlin-24", 4), "format = 'marlin-24'"),
+        (_ct("pack-quantized", 9), "num_bits = 9; supported are 1 to 8"),
+        (_ct("pack-quantized", 4, sparsity_config={"format": "sparse-24-bitmask"}), "only 'dense' is supported"),
+        (_ct("pack-quantized", 4, transform_config={"config_groups": {"a": {}}}), "has a transform_config"),
+        ({"quant_method": "bitsandbytes"}, "one of them must be true"),
+    ],
+)
+def test_a_setting_that_cannot_be_decoded_is_refused_by_name(tmp_path, config, message):
+    _write(tmp_path / "theirs", tensors(), config)
+    with pytest.raises(CheckpointError) as e:
+        import_checkpoint(tmp_path / "theirs", tmp_path / "run", widen=True)
+    assert message in str(e.value) and not (tmp_path / "run").exists()
+
+
+def test_tensors_that_do_not_fit_are_refused_before_anything_is_written(tmp_path):
+    made, _ = _model(lambda w: packed.gptq(w, 4, GROUPS[: w.shape[1]]))
+    made["model.layers.1.mlp.up_proj.scales"] = np.ones((3, 48), np.float16)
+    _write(tmp_path / "theirs", made, _gptq(4))
+    with pytest.raises(
+        CheckpointError, match=r"model.layers.1.mlp.up_proj.weight do not fit together.*scale F16 \[3, "
+    ):
+        import_checkpoint(tmp_path / "theirs", tmp_path / "run", widen=True)
+    assert not (tmp_path / "run").exists()
+    del made["model.layers.1.mlp.up_proj.scales"]
+    _write(tmp_path / "theirs", made, _gptq(4))
+    with pytest.raises(CheckpointError, match="model.layers.1.mlp.up_proj.weight is missing"):
+        open_pretrained(tmp_path / "theirs", widen=True)
+
+
+def test_a_scale_that_is_not_a_number_is_named(tmp_path):
+    parts, _ = packed.fp8(_matrix(), (20, 12))
+    parts[".weight_scale_inv"][1, 1] = np.nan
+    got = _decoded(_write(tmp_path, {f"a{k}": v for k, v in parts.items()}, _fp8((20, 12))))
+    with (
+        pytest.raises(CheckpointError, match="the scale of a.weight has a value that is not finite"),
+        got.reading("a.weight"),
+    ):
+        pass
+
+
+def test_modules_may_have_settings_of_their_own(tmp_path):
+    four, a = packed.signed(_matrix(), 4, 16)
+    eight, b = packed.signed(_matrix(), 8, 16)
+    groups = {"x": {"targets": ["Linear"], "weights": {"num_bits": 4}}}
+    groups["y"] = {"targets": ["re:.*down_proj"], "weights": {"num_bits": 8}}
+    made = {f"up_proj{k}": v for k, v in four.items()} | {f"m.down_proj{k}": v for k, v in eight.items()}
+    got = _decoded(_write(tmp_path, made, {**_ct("pack-quantized", 4), "config_groups": groups}))
+    for name, values in (("up_proj.weight", a), ("m.down_proj.weight", b)):
+        with got.reading(name) as weight:
+            np.testing.assert_array_equal(weight, values.astype(np.float32))

@@ -25,7 +25,7 @@ from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import terms_of
 from jaxscale.step.objective_checks import check_numbers, merge_totals
 from jaxscale.step.state import Blueprint, Teacher, describe_model, make_params
-from jaxscale.step.stored import Stored, adapted_to
+from jaxscale.step.stored import NothingTrained, adapted_to
 
 log = logging.getLogger("jaxscale")
 
@@ -64,7 +64,7 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Schedule | None]:
                 "would round the sums; remove it, or use a mesh without pipeline"
             )
     if config.stored is not None:  # nothing is trained: a plan's step is a forward pass
-        adaptation, infos, make = Stored(config.stored, infos), {}, lambda seed: {}
+        adaptation, infos, make = NothingTrained(config.stored, infos), {}, lambda seed: {}
         tx = optax.identity()
     elif isinstance(config.optimizer, optax.GradientTransformation):
         if widening is not None:

@@ -92,7 +92,7 @@ def adapted_to(config: TrainConfig, stored: WeightFormat | None, place: str) -> 
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stored:
+class NothingTrained:
     """A model with nothing to train, for plans and explanations; see `jaxscale.step.adaptation.Adaptation`.
 
     Args:

@@ -19,16 +19,18 @@ def add(commands: Any) -> None:
         "the closest one lacks.\n\n"
         "  jaxscale export runs/qwen3-tuned models/qwen3-tuned\n"
         "  jaxscale export runs/demo-1 models/demo --family llama --dtype bfloat16\n"
-        "  jaxscale export runs/lora-1 models/lora --adapters",
+        "  jaxscale export runs/lora-1 models/lora --adapters\n"
+        "  jaxscale export runs/qwen3-tuned models/tuned.gguf --type q8_0",
         formatter_class=TEXT,
     )
     parser.add_argument("run", metavar="RUN", help="a run folder, such as runs/demo-1")
-    parser.add_argument("out", metavar="OUT", help="the folder to write")
+    parser.add_argument("out", metavar="OUT", help="the folder to write, or a file NAME.gguf for llama.cpp")
     import_argument(parser)
     accept_argument(parser)
     parser.add_argument("--family", help="Hugging Face family, such as llama (default: imported one, or first fit)")
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
     parser.add_argument("--dtype", help="bfloat16 or float32 (default: that of the parameters)")
+    parser.add_argument("--type", help="of the matrices of a GGUF file: f32, f16, bf16, q8_0 or q4_0 (default: own)")
     parser.add_argument("--shard-size", type=float, metavar="GB", help="largest file in GB (default 5)")
     parser.add_argument(
         "--adapters",
@@ -55,6 +57,10 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
 
     if args.adapters:
         return _adapters(args)
+    if args.out.endswith(".gguf"):
+        return _gguf(args)
+    if args.type is not None:
+        raise ConfigError(f"--type {args.type} is for GGUF files; name one, such as {args.out}.gguf, or leave it out")
     if args.base is not None:
         raise ConfigError("--base names the base model of adapters; add --adapters or leave it out")
     size = 5.0 if args.shard_size is None else args.shard_size
@@ -70,6 +76,23 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     out = export_checkpoint(load(args.run), args.out, shard_bytes=int(size * 10**9), **options)
     files = sorted(out.glob("*.safetensors"))
     print(f"{out}: {sum(f.stat().st_size for f in files):,} bytes of safetensors in {len(files)} file(s)")
+    if args.check:
+        from jaxscale.convert.same_logits import compare
+
+        print(compare(out))
+    return 0
+
+
+def _gguf(args: argparse.Namespace) -> int:
+    from jaxscale import load
+    from jaxscale.convert.exporting_gguf import export_gguf
+    from jaxscale.errors import ConfigError
+
+    for name, present in (("--dtype", args.dtype), ("--shard-size", args.shard_size), ("--base", args.base)):
+        if present is not None:
+            raise ConfigError(f"{name} is for Hugging Face folders; leave it out, or use --type for a GGUF file")
+    out = export_gguf(load(args.run), args.out, type=args.type, family=args.family, step=args.step, say=_say)
+    print(f"{out}: {out.stat().st_size:,} bytes")
     if args.check:
         from jaxscale.convert.same_logits import compare
 

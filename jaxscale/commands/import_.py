@@ -23,7 +23,9 @@ def add(commands: Any) -> None:
         formatter_class=TEXT,
     )
     parser.add_argument(
-        "source", metavar="HF_DIR", help="a folder or URL with config.json and safetensors, or owner/model"
+        "source",
+        metavar="HF_DIR",
+        help="a folder or URL with config.json and safetensors, owner/model, or a GGUF file",
     )
     parser.add_argument("out", metavar="OUT", help="the run folder to write")
     parser.add_argument("--layout", metavar="SIZES", help='mesh to load onto, such as "tensor=4" (default: one device)')

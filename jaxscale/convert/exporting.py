@@ -78,7 +78,7 @@ def export_checkpoint(
     imported = run.imported
     model = dataclasses.replace(model, param_dtype=dtype or model.param_dtype)
     bound = chosen.bind(model)
-    arrays = _Blocks(run, step)
+    arrays = Blocks(run, step)
     written = run.checkpoints.manifest(step).get("time")  # a step may be written again
     mark = json.dumps([run.info.get("id"), step, written, chosen.model_type, model.param_dtype, shard_bytes])
     _claim(out, mark, say)
@@ -130,7 +130,7 @@ def export_target(
     return family_for(model, FAMILIES, length, family or source.get("model_type")), model, source, length
 
 
-class _Blocks:
+class Blocks:
     """A checkpoint's parameters, read in whole chunks; the last three are cached."""
 
     def __init__(self, run: Run, step: int):

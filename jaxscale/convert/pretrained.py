@@ -7,8 +7,10 @@ import hashlib
 import json
 import logging
 import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from jaxscale import config as gin_config
 from jaxscale.convert.exporting import export_checkpoint
 from jaxscale.errors import RunError
 from jaxscale.interop import Companions, Pretrained, local_folder, open_pretrained
+from jaxscale.interop.gguf import is_gguf, write_companions
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.run import Run
 from jaxscale.step.config import TrainConfig
@@ -65,7 +68,8 @@ def import_checkpoint(
     folder with anything else in it is left as it is.
 
     Args:
-      source: a folder with config.json and safetensors, also in a bucket, or a name on the Hugging Face Hub.
+      source: a folder with config.json and safetensors, also in a bucket; a name on the Hugging Face Hub; or a GGUF
+        file, beside which a tokenizer.json may lie.
       out: the run folder.
       layout: the run's layout, such as "tensor=4". Chunks of the checkpoint are its shards; any other layout can read
         them.
@@ -89,8 +93,9 @@ def import_checkpoint(
     facts = {"source": as_named(opened.folder.absolute()), "family": opened.family.model_type}
     facts |= {} if added is None else {"adapters": as_named(added.absolute())}
     mark = json.dumps([opened.arrays.tensors.fingerprint(), opened.values])
-    config = _settings(opened, local(out, update=False), layout)
-    return write_run(out, config, opened.arrays, hf=opened.folder, facts=facts, mark=mark, say=say)
+    with _companions(opened, say) as hf:
+        config = _settings(opened, hf, local(out, update=False), layout)
+        return write_run(out, config, opened.arrays, hf=hf, facts=facts, mark=mark, say=say)
 
 
 def write_run(
@@ -162,10 +167,21 @@ def read_pretrained(pretrained: Pretrained, layout: Layout | None) -> Any:
     return jax.tree.map(lambda i, s: place(pretrained.arrays, f"params/{i.path}", i, s), infos, where)
 
 
-def _settings(opened: Pretrained, out: Path, layout: Layout | None) -> TrainConfig:
+@contextmanager
+def _companions(opened: Pretrained, say: Callable[[str], None]) -> Iterator[Path]:
+    """Yield the folder with the files beside the weights; that of a GGUF file is made for the time of the import."""
+    if not is_gguf(opened.folder):
+        yield opened.folder
+        return
+    with tempfile.TemporaryDirectory() as made:
+        write_companions(opened.folder, opened.values, Path(made), say)
+        yield Path(made)
+
+
+def _settings(opened: Pretrained, hf: Path, out: Path, layout: Layout | None) -> TrainConfig:
     settings: dict[str, Any] = dict(model=opened.config, layout=layout, seq_len=min(opened.length, _LENGTH))
-    if (opened.folder / "tokenizer.json").is_file():
-        own = Companions(opened.folder).tokenizer
+    if (hf / "tokenizer.json").is_file():
+        own = Companions(hf).tokenizer
         settings["tokenizer"] = dataclasses.replace(own, path=str((out / HF / "tokenizer.json").absolute()))
     return TrainConfig(**settings)
 

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxscale.convert.pretrained import read_pretrained
 from jaxscale.errors import CheckpointError
 from jaxscale.interop import local_folder, open_pretrained
+from jaxscale.interop.gguf import is_gguf
 from jaxscale.layout import Layout
 from jaxscale.step.state import describe_model
 
@@ -77,7 +78,8 @@ def compare(
     folder = local_folder(source, revision)
     opened = open_pretrained(folder, dtype="float32", widen=True, say=lambda _: None)
     ids = np.random.default_rng(0).integers(0, opened.config.vocab, (rows, min(length, opened.length)))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    where, which = (folder.parent, {"gguf_file": folder.name}) if is_gguf(folder) else (folder, {})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **which).eval()
     with torch.no_grad():
         expected = theirs(torch.tensor(ids)).logits.float().numpy()
     del theirs

@@ -65,8 +65,7 @@ class Family:
           CheckpointError: a part of the config has no form in this family's config.json.
         """
         again = self.model(Fields(self.json(config, length), self.model_type))
-        expected, got = _meaning(config), _meaning(again)
-        return [f"{k} = {_name(expected[k])}" for k in expected if expected[k] != got[k]]
+        return unlike(config, again)
 
     def json(self, config: TransformerConfig, length: int) -> dict[str, Any]:
         """Return the config.json of a config.
@@ -104,6 +103,17 @@ def same_model(a: TransformerConfig, b: TransformerConfig) -> bool:
       b: another config.
     """
     return _meaning(a) == _meaning(b)
+
+
+def unlike(a: TransformerConfig, b: TransformerConfig) -> list[str]:
+    """List the settings of a config that another one has otherwise, as "name = value".
+
+    Args:
+      a: the config whose values are listed.
+      b: another config.
+    """
+    expected, got = _meaning(a), _meaning(b)
+    return [f"{k} = {_name(expected[k])}" for k in expected if expected[k] != got[k]]
 
 
 def _meaning(c: TransformerConfig) -> dict[str, Any]:

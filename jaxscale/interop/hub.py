@@ -9,6 +9,7 @@ from jaxscale.bucket_files import copied_folder
 from jaxscale.buckets import BucketError, failure, is_url, normalized
 from jaxscale.errors import CheckpointError
 from jaxscale.interop.companions import FILES
+from jaxscale.interop.gguf import is_gguf
 from jaxscale.interop.peft import ADAPTER_CONFIG
 from jaxscale.working_copy import copy_of
 
@@ -18,14 +19,14 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def local_folder(source: str | Path, revision: str | None = None) -> Path:
-    """Return the folder of a checkpoint; a name "owner/model" is downloaded from the Hub once.
+    """Return the folder of a checkpoint, or its GGUF file; a name "owner/model" is downloaded from the Hub once.
 
     Only safetensors files and their companions (tokenizer, configs) are downloaded.
 
     Of a folder in a bucket the same files are copied to this machine's working copy, block by block.
 
     Args:
-      source: a folder, or its URL in a bucket; or a name on the Hub.
+      source: a folder, or its URL in a bucket; a name on the Hub; or a GGUF file of this machine.
       revision: a branch, tag or commit on the Hub.
 
     Raises:
@@ -34,7 +35,7 @@ def local_folder(source: str | Path, revision: str | None = None) -> Path:
     if is_url(source):
         return _from_bucket(normalized(source))
     path = Path(source).expanduser()
-    if path.is_dir():
+    if path.is_dir() or (is_gguf(path) and path.is_file()):
         return path
     if path.exists():
         raise CheckpointError(f"{path} is a file; name its folder, which has a config.json")

@@ -18,6 +18,7 @@ from jaxscale.interop.added import Added, is_adapters
 from jaxscale.interop.families import FAMILIES
 from jaxscale.interop.family import Family, family_of
 from jaxscale.interop.fields import Fields, read_json, short
+from jaxscale.interop.gguf import is_gguf, open_gguf
 from jaxscale.interop.peft import ADAPTER_CONFIG
 from jaxscale.interop.safetensors import SafeTensors, Tensors
 from jaxscale.interop.stored import FIELD, Decoded, layout_of, method_of
@@ -66,7 +67,7 @@ def open_pretrained(
     embedding's, the model is opened as not tied.
 
     Args:
-      folder: a folder with config.json and safetensors.
+      folder: a folder with config.json and safetensors, or a GGUF file.
       dtype: dtype of parameters and arithmetic, "bfloat16" or "float32"; by default bfloat16 if all tensors have it,
         else float32, so that no value is rounded.
       adapters: a PEFT folder whose adapters are merged into the matrices as they are read (see `Added`).
@@ -86,13 +87,9 @@ def open_pretrained(
         )
     if dtype is not None and dtype not in PRECISIONS:
         raise CheckpointError(f"cannot import to dtype = '{dtype}'{near(dtype, PRECISIONS)}")
-    tensors: Tensors = SafeTensors(folder)
-    file = folder / "config.json"
-    values = read_json(file)
+    file = folder if is_gguf(folder) else folder / "config.json"
+    tensors, values = open_gguf(folder, widen) if is_gguf(folder) else _folder(folder, file, widen, say)
     family = family_of(values, FAMILIES, str(file))
-    if method_of(values):
-        tensors = _widened(tensors, values, file, widen, say)
-        values = {k: v for k, v in values.items() if k != FIELD}
     if adapters is not None:
         tensors = Added(tensors, adapters, family.prefix)
     fields = Fields(values, str(file))
@@ -112,6 +109,15 @@ def open_pretrained(
             say(f"{folder} has tensors of {why}; importing as float32, which rounds none of them (or pass a dtype)")
     config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype)
     return Pretrained(folder, family, values, config, _foreign(family, config, tensors), length)
+
+
+def _folder(folder: Path, file: Path, widen: bool, say: Callable[[str], None]) -> tuple[Tensors, dict[str, Any]]:
+    """Return the tensors of a folder, and its config.json without `quantization_config`."""
+    tensors, values = SafeTensors(folder), read_json(file)
+    if not method_of(values):
+        return tensors, values
+    family_of(values, FAMILIES, str(file))  # the first thing to say of an unknown family
+    return _widened(tensors, values, file, widen, say), {k: v for k, v in values.items() if k != FIELD}
 
 
 def _widened(tensors: Tensors, values: dict[str, Any], file: Path, widen: bool, say: Callable[[str], None]) -> Decoded:

@@ -27,6 +27,7 @@ from jaxscale.commands import (
     microbench,
     new,
     plan,
+    quantize,
     replay,
     report,
     rl,
@@ -46,6 +47,7 @@ from pallas_kernels.errors import KernelError
 
 COMMANDS = (
     new, data, annotate, train, rl, launch, sweep, laws, explain, plan, coordcheck, sample, eval, serve, import_, merge,
+    quantize,
     grow, export, report, checkpoint, replay, schedule, microbench, settings,
 )  # fmt: skip
 """Modules of the commands, in the order of `--help`."""
@@ -75,6 +77,7 @@ A configuration is a gin file; any binding in it can be changed from here:
   jaxscale import Qwen/Qwen3-0.6B runs/qwen3
   jaxscale train --from runs/qwen3 experiments/finetune/lora.gin
   jaxscale merge runs/lora-1 runs/merged
+  jaxscale quantize runs/demo-1 runs/demo-int4 --recipe '@GPTQ(bits=4, group=32)'
   jaxscale grow runs/small --layers 12 --out runs/large
   jaxscale export runs/merged models/qwen3
   jaxscale report runs/demo-1 runs/demo-2

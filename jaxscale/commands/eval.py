@@ -36,6 +36,7 @@ def add(commands: Any) -> None:
         "as JSON to a new file in RUN/eval.\n\n"
         "  jaxscale eval runs/demo-1\n"
         "  jaxscale eval runs/demo-1 book.txt notes.txt --length 256 --stride 128\n"
+        "  jaxscale eval runs/demo-int4 --against runs/demo-1\n"
         '  jaxscale eval runs/demo-1 --choices quiz.jsonl --mesh "tensor=4" --devices 8',
         formatter_class=TEXT,
     )
@@ -50,6 +51,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--stride", type=int, metavar="N", help="tokens between windows (default: --length, segments)")
     parser.add_argument("--rows", type=int, default=8, metavar="N", help="rows of a batch (default 8)")
     parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
+    parser.add_argument(
+        "--against", metavar="RUN", help="also evaluate this run on the same texts, and print the difference"
+    )
     parser.add_argument("--out", metavar="FILE", help="JSON file to write; it must not exist")
     weights_argument(parser)
     layout_arguments(parser)
@@ -73,8 +77,9 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     options: dict[str, Any] = {name: getattr(args, name) for name in ("length", "rows", "step")}
     options |= dict(layout=layout_of(args), weights=weights)
     if args.choices is not None:
-        if args.stride is not None:
-            raise ConfigError("--stride has no effect on --choices; leave it out")
+        for name in ("stride", "against"):
+            if getattr(args, name) is not None:
+                raise ConfigError(f"--{name} has no effect on --choices; leave it out")
         scores = multiple_choice(trained, read_questions(args.choices), separator=args.separator, **options)
         settings: dict[str, Any] = {"choices": args.choices, "separator": args.separator}
         for name in ("accuracy", "accuracy_normalised"):
@@ -97,6 +102,18 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         if texts.words:
             print(f"perplexity per word {texts.per_word:.4f}")
         results = texts.results()
+        if args.against is not None:
+            other = perplexity(
+                load(args.against), args.files or None, stride=args.stride, **options | {"weights": None, "step": None}
+            )
+            if (other.tokens, other.documents, other.length) != (texts.tokens, texts.documents, texts.length):
+                raise ConfigError(
+                    f"--against {args.against} has other held-out documents, tokens or lengths; name text files and "
+                    "--length"
+                )
+            gap = texts.nats / texts.tokens - other.nats / other.tokens
+            print(f"{args.against}: perplexity per token {other.per_token:.4f}; {gap:+.4f} nats per token to it")
+            results |= {"against": args.against, "against_nats": other.nats, "gap_nats_per_token": gap}
     settings |= {"mesh": args.mesh, "weights": None if weights is None else repr(weights)}
     print(f"written to {_written(trained, settings | results, args.choices, out)}")
     return 0

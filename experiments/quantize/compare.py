@@ -1,0 +1,95 @@
+"""Held-out loss of one model quantised by each recipe: python experiments/quantize/compare.py RUN OUT.
+
+A row of OUT/results.jsonl is a recipe at a width; rows that are there already are not computed again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jaxscale as js
+from jaxscale.convert.quantize import quantize
+from jaxscale.convert.recipes import AWQ, GPTQ, HQQ, Recipe, RoundToNearest, SmoothQuant
+from jaxscale.data import heldout_batches
+from jaxscale.nn import head_logits
+from jaxscale.run import Run
+from jaxscale.step.state import describe_model
+from jaxscale.train.checkpoints.read import dtype_named
+
+GROUP = 32
+BATCHES, ROWS = 16, 16
+
+
+def recipes() -> list[Recipe]:
+    """Return the recipes that are compared."""
+    few = [kind(bits, GROUP) for bits in (4, 3, 2) for kind in (RoundToNearest, HQQ, AWQ, GPTQ)]
+    return [*few, *(GPTQ(bits, GROUP, by_activation=True) for bits in (3, 2)), RoundToNearest(8, None), SmoothQuant()]
+
+
+def batches_of(run: Run) -> list[dict[str, np.ndarray]]:
+    """Return held-out batches, those of training's evaluations."""
+    c = run.config
+    source = c.data.source(c.tokenizer, seq_len=c.seq_len, split="heldout", packing=c.packing)
+    return list(heldout_batches(source, ROWS, BATCHES))
+
+
+def loss_of(run: Run, batches: list[dict[str, np.ndarray]]) -> float:
+    """Return the mean negative log-likelihood of a token, in nats."""
+    graphdef, _ = describe_model(run.config.model)
+
+    @jax.jit
+    def nats(params, batch):  # type: ignore[no-untyped-def]
+        model = nnx.merge(graphdef, params)
+        context = {k: batch[k] for k in ("positions", "segment_ids") if k in batch}
+        hidden = model.hidden(batch["tokens"], **context)
+        logs = jax.nn.log_softmax(head_logits(hidden, model.head_weight(), softcap=model.logit_softcap))
+        own = jnp.take_along_axis(logs, batch["targets"][..., None], -1)[..., 0]
+        weight = (batch["segment_ids"] != 0) * batch["weights"] if "segment_ids" in batch else batch["weights"]
+        return -jnp.sum(own * weight), jnp.sum(weight)
+
+    weights = run.weights(run.last_step())
+    sums = [nats(weights, b) for b in batches]
+    return math.fsum(float(n) for n, _ in sums) / math.fsum(float(w) for _, w in sums)
+
+
+def bytes_of(run: Run) -> int:
+    """Return the bytes of the layers' matrices, with scales and zero points."""
+    leaves = run.checkpoints.manifest(run.last_step())["leaves"]
+    sizes = {n: math.prod(x["shape"]) * dtype_named(x["dtype"]).itemsize for n, x in leaves.items()}
+    return sum(s for n, s in sizes.items() if n.startswith("params/runs/") and "/kernel" in n)
+
+
+def main(path: str, out: str) -> None:
+    """Measure every recipe that has no row yet."""
+    base, folder = js.load(path), Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    results = folder / "results.jsonl"
+    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    batches = batches_of(base)
+    if not rows:
+        rows = [{"recipe": "none", "loss": loss_of(base, batches), "bytes": bytes_of(base), "seconds": 0.0}]
+        results.write_text(json.dumps(rows[0]) + "\n")
+    print(rows[0], flush=True)
+    for n, recipe in enumerate(recipes()):
+        if any(row["recipe"] == repr(recipe) for row in rows):
+            continue
+        began = time.monotonic()
+        run = quantize(base, folder / f"run-{n}", recipe, rows=64, batch=16, say=lambda _: None)
+        row = {"recipe": repr(recipe), "loss": loss_of(run, batches), "bytes": bytes_of(run)}
+        row |= {"seconds": round(time.monotonic() - began, 1)}
+        with results.open("a") as f:
+            f.write(json.dumps(row) + "\n")
+        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

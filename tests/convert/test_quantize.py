@@ -1,0 +1,190 @@
+"""Quantised runs: by every recipe, resumed after a kill, on layouts; and factors that leave the function as it is."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxscale as js
+from jaxscale.cli import main
+from jaxscale.commands.quantize import recipe_of
+from jaxscale.convert import quantize as module
+from jaxscale.convert.folding import folds_of
+from jaxscale.convert.quantize import quantize
+from jaxscale.convert.recipes import AWQ, GPTQ, HQQ, RoundToNearest, SmoothQuant
+from jaxscale.convert.recipes.base import shared
+from jaxscale.errors import ConfigError, DataError
+from jaxscale.models import TransformerConfig
+from jaxscale.nn import GeGLU, LayerNorm, MixtureOfExperts, as_weight
+from jaxscale.nn.formats import FORMATS, Stored
+from jaxscale.nn.norms import UnitOffsetRMSNorm
+from jaxscale.step.state import describe_model
+from jaxscale.step.stored import is_weight
+from tests.truth.errors import raises_saying
+
+MODEL = TransformerConfig(depth=2, vocab=256, width=16, heads=4, kv_heads=2, hidden=32)
+SETTINGS = dict(
+    data=js.data.synthetic(documents=80, length=60, vocab_size=256), layout=None, batch_size=8, seq_len=16,
+    eval_batches=0, seed=3,
+)  # fmt: skip
+OPTIONS = dict(rows=16, batch=8, say=lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return js.fit(model=MODEL, run=tmp_path_factory.mktemp("runs") / "base", quiet=True, steps=4, lr=0.02, **SETTINGS)
+
+
+def files_of(run):
+    return {name: leaf["files"] for name, leaf in run.checkpoints.manifest(0)["leaves"].items()}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        GPTQ(4, 8),
+        AWQ(4, 8),
+        *(pytest.param(r, marks=pytest.mark.long) for r in (RoundToNearest(4, 8), SmoothQuant(), HQQ(4, 8))),
+        pytest.param(GPTQ(weights=Stored("nf4", group=8)), marks=pytest.mark.long),
+    ],
+    ids=lambda r: type(r).__name__,
+)
+def test_a_quantised_run_predicts_what_its_recipe_made(base, tmp_path, recipe):
+    run = quantize(base, tmp_path / "q", recipe, **OPTIONS)
+    assert run.config.stored == recipe.format and run.info["status"] == "quantized"
+    assert run.info["quantized"]["recipe"] == repr(recipe)
+    weights = run.weights()["runs"][0]["blocks"][0]
+    assert is_weight(weights["attn"]["q"]["kernel"]) and is_weight(weights["mlp"]["down"]["kernel"])
+    if type(recipe) in (RoundToNearest, HQQ):
+        want = recipe.quantize(base.params(4)["runs"][0]["blocks"][0]["attn"]["v"]["kernel"], (-3,))
+        assert np.array_equal(weights["attn"]["v"]["kernel"].codes, want.codes)
+    assert np.array_equal(run.params()["embed"]["weight"], base.params(4)["embed"]["weight"])
+    tokens = jax.random.randint(jax.random.key(0), (2, 12), 0, 256)
+    got, want = (r.model()(tokens) for r in (js.load(str(run.path)), base))
+    assert float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want)) < 0.3
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_kill_between_layers_or_while_writing_gives_the_same_bytes(base, tmp_path, monkeypatch):
+    whole = quantize(base, tmp_path / "whole", GPTQ(3, 8), **OPTIONS)
+    write, rounded = module._Work.write, []
+
+    def killed(self, run, repeat, params):
+        if rounded:
+            raise KeyboardInterrupt
+        rounded.append(repeat)
+        write(self, run, repeat, params)
+
+    monkeypatch.setattr(module._Work, "write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(base, tmp_path / "again", GPTQ(3, 8), **OPTIONS)
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "write_run", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+    lines = []
+    with pytest.raises(KeyboardInterrupt):
+        quantize(base, tmp_path / "again", GPTQ(3, 8), **OPTIONS | dict(say=lines.append))
+    assert "layer 1 of 2: done before" in lines
+    monkeypatch.undo()
+    again = quantize(base, tmp_path / "again", GPTQ(3, 8), **OPTIONS)
+    assert files_of(again) == files_of(whole)
+
+
+@pytest.mark.parametrize(
+    "recipe", [HQQ(3, 8), pytest.param(GPTQ(3, 8), marks=pytest.mark.long)], ids=lambda r: type(r).__name__
+)
+def test_a_layout_gives_the_same_weights(base, tmp_path, recipe):
+    one = quantize(base, tmp_path / "one", recipe, **OPTIONS)
+    many = quantize(base, tmp_path / "many", recipe, layout=js.Layout("data=2,tensor=2"), **OPTIONS)
+    assert many.config.layout == js.Layout("data=2,tensor=2")
+    for a, b in zip(*(jax.tree.leaves(r.weights(), is_leaf=is_weight) for r in (one, many)), strict=True):
+        a, b = (np.asarray(as_weight(x).dense()) for x in (a, b))
+        # sums over devices have another order: a weight in the middle of two numbers may round to the other
+        assert np.isclose(a, b, atol=1e-4).mean() > 0.97
+        assert np.linalg.norm(a - b) <= 0.1 * np.linalg.norm(a)
+    if not recipe.reads_inputs:
+        assert files_of(one).keys() == files_of(many).keys()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        dict(norm=LayerNorm, bias=True, qkv_bias=True, kv_heads=4),
+        dict(norm=UnitOffsetRMSNorm, mlp=GeGLU, kv_heads=1),
+        pytest.param(dict(parallel=True), marks=pytest.mark.long),
+    ],
+    ids=["llama", "biases", "gemma", "parallel"],
+)
+def test_factors_leave_the_function_as_it_is(changes):
+    model = dataclasses.replace(MODEL, scan=False, **changes)
+    graphdef, infos = describe_model(model)
+    draw = np.random.default_rng(0)
+    params = jax.tree.map(lambda i: jnp.asarray(draw.normal(0.3, 0.5, i.shape), jnp.float32), infos)
+    blocks = nnx.merge(graphdef, infos).runs[0].blocks
+    changed = copy.copy(params["runs"][0]["blocks"])
+    folds = folds_of(blocks[0], changed[0])
+    assert len(folds) == (3 if changes.get("parallel") else 4)
+    for fold in folds:
+        kernel = changed[0]
+        for key in fold.kernels[0]:
+            kernel = kernel[key]
+        n = np.prod(kernel["kernel"].shape[1:-1]) if fold.before == ("attn", "v") else kernel["kernel"].shape[1]
+        by = jnp.asarray(draw.uniform(0.3, 3, int(n)), jnp.float32)
+        if fold.repeats > 1:
+            by = shared(by, fold.repeats, kernel["kernel"].shape[-2])
+        changed[0] = fold.applied(changed[0], by)
+    after = {**params, "runs": {0: {"blocks": changed}}}
+    tokens = jax.random.randint(jax.random.key(0), (2, 12), 0, 256)
+    got, want = (nnx.merge(graphdef, p)(tokens) for p in (after, params))
+    assert float(jnp.max(jnp.abs(got - want))) <= 2e-5 * float(jnp.max(jnp.abs(want)))
+    moved = changed[0]["attn"]["out"]["kernel"] - params["runs"][0]["blocks"][0]["attn"]["out"]["kernel"]
+    assert float(jnp.max(jnp.abs(moved))) > 0.1
+
+
+@pytest.mark.long
+def test_experts_are_rounded_to_nearest_where_a_recipe_sees_no_inputs(tmp_path):
+    model = dataclasses.replace(MODEL, depth=1, mlp=MixtureOfExperts(experts=2, top_k=1, hidden=16))
+    run = js.fit(model=model, run=tmp_path / "moe", quiet=True, steps=1, **SETTINGS)
+    lines = []
+    q = quantize(run, tmp_path / "q", GPTQ(4, 8), **OPTIONS | dict(say=lines.append))
+    assert any("mlp/up" in line and "nearest" in line for line in lines)
+    assert is_weight(q.weights()["runs"][0]["blocks"][0]["mlp"]["up"])
+
+
+@pytest.mark.long
+def test_the_command_reads_a_recipe_with_settings(base, tmp_path, capsys):
+    assert recipe_of("@GPTQ(bits=2, group=None)", []) == GPTQ(bits=2, group=None)
+    assert recipe_of("RoundToNearest", ["RoundToNearest.bits = 8"]) == RoundToNearest(bits=8)
+    assert recipe_of("@RoundToNearest(weights=@nf4())", []) == RoundToNearest(weights=FORMATS["nf4"][0])
+    text = tmp_path / "calibration.txt"
+    text.write_text("def f(x):\n    return x\n" * 40)
+    argv = ["quantize", str(base.path), str(tmp_path / "q"), "--recipe", "@AWQ(bits=4, group=8)", "--rows", "8"]
+    assert main([*argv, "--data", str(text)]) == 0
+    assert "layer 2 of 2" in capsys.readouterr().err
+    assert main(["eval", str(tmp_path / "q"), "--against", str(base.path), "--out", str(tmp_path / "e.json")]) == 0
+    assert "nats per token" in capsys.readouterr().out
+
+
+def test_what_cannot_be_quantised_is_one_sentence(base, tmp_path):
+    with raises_saying(DataError, "too few", "at most"):
+        quantize(base, tmp_path / "a", GPTQ(4, 8), **OPTIONS | dict(rows=100000))
+    with raises_saying(DataError, "fewer than the 32 inputs", "at least 2 rows"):
+        quantize(base, tmp_path / "a", GPTQ(4, 8), **OPTIONS | dict(rows=1, batch=1))
+    with raises_saying(ConfigError, "whole batches"):
+        quantize(base, tmp_path / "a", GPTQ(4, 8), **OPTIONS | dict(rows=12))
+    with raises_saying(ConfigError, "Stored.group = 128", "the nearest that does is 16"):
+        quantize(base, tmp_path / "a", GPTQ(4), **OPTIONS)
+    with raises_saying(ConfigError, "there is no recipe 'GTPQ'", "GPTQ"):
+        recipe_of("@GTPQ(bits=4)", [])
+    with raises_saying(ConfigError, "closing bracket"):
+        recipe_of("@GPTQ(bits=4", [])
+    q = quantize(base, tmp_path / "q", RoundToNearest(4, 8), **OPTIONS)
+    with raises_saying(ConfigError, "is quantised already"):
+        quantize(q, tmp_path / "a", RoundToNearest(4, 8), **OPTIONS)
+    assert not (tmp_path / "a").exists()

@@ -20,7 +20,16 @@ from jaxscale.parallel.vocabulary import (
     vocabulary_sum,
 )
 from jaxscale.parallel.weight import Dense, Weight, as_weight
-from jaxscale.parallel.wires import Float32Wire, IntegerWire, SignWire, Wire, chunk_bytes, chunks_of, from_chunks
+from jaxscale.parallel.wires import (
+    Float32Wire,
+    IntegerWire,
+    SignWire,
+    Wire,
+    chunk_bytes,
+    chunks_of,
+    from_chunks,
+    host_arrays,
+)
 
 __all__ = [
     "Arithmetic",
@@ -47,6 +56,7 @@ __all__ = [
     "each_copy",
     "from_chunks",
     "gather_matmul",
+    "host_arrays",
     "linear_scan",
     "logprobs_at",
     "logsumexp_over",

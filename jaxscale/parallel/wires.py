@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxscale.config import register
@@ -58,11 +60,64 @@ class Wire:
         """
         raise NotImplementedError
 
+    feedback: bool = False
+
+    def block_of(self, shape: tuple[int, ...]) -> int:
+        """Return the size of a block of an array: a divisor of its last dimension.
+
+        Args:
+          shape: the array's shape.
+        """
+        raise NotImplementedError
+
+    def pack(self, blocks: np.ndarray) -> bytes:
+        """Return the bytes of numbers, for processes that send them over a network.
+
+        Args:
+          blocks: float32 (blocks, size of a block).
+        """
+        raise NotImplementedError
+
+    def unpack(self, data: bytes | bytearray | memoryview, blocks: int, size: int) -> np.ndarray:
+        """Return the float32 numbers (blocks, size) that `pack` made bytes of.
+
+        Args:
+          data: the bytes.
+          blocks: number of blocks.
+          size: numbers of a block.
+        """
+        raise NotImplementedError
+
+    def packed_size(self, blocks: int, size: int) -> int:
+        """Return the number of bytes that `pack` returns.
+
+        Args:
+          blocks: number of blocks.
+          size: numbers of a block.
+        """
+        raise NotImplementedError
+
 
 @register
 @dataclasses.dataclass(frozen=True)
 class Float32Wire(Wire):
     """An all-reduce of float32 numbers: 8 (n - 1) / n bytes per number on n devices."""
+
+    def block_of(self, shape: tuple[int, ...]) -> int:
+        """Return 1: a number is a block."""
+        return 1
+
+    def pack(self, blocks: np.ndarray) -> bytes:
+        """Return the numbers' bytes."""
+        return blocks.astype("<f4").tobytes()
+
+    def unpack(self, data: bytes | bytearray | memoryview, blocks: int, size: int) -> np.ndarray:
+        """Return the numbers."""
+        return np.frombuffer(data, "<f4").reshape(blocks, size)
+
+    def packed_size(self, blocks: int, size: int) -> int:
+        """Return 4 bytes a number."""
+        return 4 * blocks * size
 
     def mean(self, trees: Tree, state: Tree, infos: Tree, layout: Layout | None) -> tuple[Tree, Tree]:
         """Return the means and the empty state."""
@@ -90,6 +145,29 @@ class _Blocks(Wire):
 
     block: int = 64
     feedback: bool = True
+
+    def block_of(self, shape: tuple[int, ...]) -> int:
+        """Return the largest divisor of the last dimension up to `block`."""
+        last = shape[-1] if shape else 1
+        return next(b for b in range(min(self.block, last), 0, -1) if last % b == 0)
+
+    def pack(self, blocks: np.ndarray) -> bytes:
+        """Return the codes' bytes, and then those of the scales."""
+        with host_arrays():
+            codes, scales = self._encode(jnp.asarray(blocks, jnp.float32))
+        return np.asarray(codes).tobytes() + np.asarray(scales).astype("<f4").tobytes()
+
+    def unpack(self, data: bytes | bytearray | memoryview, blocks: int, size: int) -> np.ndarray:
+        """Return codes times scales."""
+        cut, codes = blocks * self._code_bytes(size), np.dtype("u1" if self._code_bytes(size) < size else "i1")
+        packed = np.frombuffer(data[:cut], codes).reshape(blocks, self._code_bytes(size))
+        with host_arrays():
+            numbers = self._decode(jnp.asarray(packed), jnp.asarray(np.frombuffer(data[cut:], "<f4")))
+        return np.asarray(numbers)
+
+    def packed_size(self, blocks: int, size: int) -> int:
+        """Return the bytes of the codes, and 4 for the scale of each block."""
+        return blocks * (self._code_bytes(size) + 4)
 
     def _encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return codes (..., bytes of a block) and scales (...) of blocks (..., block)."""
@@ -249,6 +327,14 @@ class SignWire(_Blocks):
         """Return plus or minus the scales."""
         positive = jnp.unpackbits(codes, axis=-1) if codes.dtype == jnp.uint8 else codes
         return jnp.where(positive > 0, scales[..., None], -scales[..., None])
+
+
+def host_arrays() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which new arrays are in host memory, or where arrays are by default if JAX has no CPU."""
+    try:
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:
+        return contextlib.nullcontext()
 
 
 def chunks_of(trees: Tree, infos: Tree, layout: Layout | None) -> Tree:

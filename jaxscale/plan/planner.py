@@ -28,7 +28,7 @@ from jaxscale.plan.partition import Partitioned
 from jaxscale.plan.printing import Printable
 from jaxscale.plan.restarts import Restarts, best_interval, slowdown
 from jaxscale.plan.roofline import StepTime, Work, step_time
-from jaxscale.plan.slow_links import wire_notes
+from jaxscale.plan.slow_links import simulated_notes, wire_notes
 from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.waterfall import step_terms
 from jaxscale.plan.work import work_of
@@ -277,8 +277,9 @@ def plan_for(
     notes = (about_memory, str(time_bar), *notes)
     if work.uncounted:
         notes = (*notes, f"communication of {', '.join(work.uncounted)} over sharded dimensions is not counted")
-    notes = (*notes, *_notes(config, target))
-    plan = Plan(config, target, memory, work, step_time(work, target), compiled, basis, None, notes, bar, time_bar)
+    step = step_time(work, target)
+    notes = (*notes, *_notes(config, target, step))
+    plan = Plan(config, target, memory, work, step, compiled, basis, None, notes, bar, time_bar)
     return with_budget(plan, tokens, price, watts, restarts)
 
 
@@ -400,8 +401,10 @@ def _branches(work: Work) -> Iterator[str]:
         yield f"collectives over {', '.join(axes)} that only some steps execute are counted in every step"
 
 
-def _notes(config: TrainConfig, target: Topology) -> tuple[str, ...]:
-    layout, notes = _layout(config), wire_notes(blueprint_of(config)[0])
+def _notes(config: TrainConfig, target: Topology, step: StepTime) -> tuple[str, ...]:
+    layout, blueprint = _layout(config), blueprint_of(config)[0]
+    across = sum(t.exposed for t in step.traffic if "replica" in t.axes)
+    notes = [*wire_notes(blueprint), *simulated_notes(blueprint, step.total - across)]
     if layout.devices < target.devices:
         notes.append(f"the mesh {layout.mesh} uses {layout.devices} of the {target.devices} devices")
     if target.chip.efficiency:

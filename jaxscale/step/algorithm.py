@@ -14,6 +14,8 @@ from jaxscale.step.objective import Batch, NextToken, Objective
 
 if TYPE_CHECKING:
     from jaxscale.step.config import TrainConfig
+    from jaxscale.step.meeting import Meeting
+    from jaxscale.step.rounds import Round
     from jaxscale.step.state import Blueprint, TrainState
 
 Tree = Any
@@ -112,8 +114,8 @@ class Algorithm:
         """
         return None if averages(state_infos(blueprint.tx, blueprint.infos)) else "params"
 
-    def wire_bytes(self, blueprint: Blueprint) -> float | None:
-        """Return the bytes that each device sends over the mesh axis `replica` in a step, on average.
+    def round(self, blueprint: Blueprint) -> Round | None:
+        """Return when devices exchange arrays over the mesh axis `replica`, and the bytes.
 
         The planner shows them. They are those of ring algorithms, without metrics; `None` in this class, which means
         that the step's collectives are the same in every step and the planner's tables have them.
@@ -122,6 +124,15 @@ class Algorithm:
           blueprint: the run's blueprint.
         """
         return None
+
+    def wire_bytes(self, blueprint: Blueprint) -> float | None:
+        """Return the bytes of `round` in a step, on average.
+
+        Args:
+          blueprint: the run's blueprint.
+        """
+        round = self.round(blueprint)
+        return None if round is None else round.sent
 
     def copies(self, params: Tree, batch: Tree) -> Iterator[tuple[Tree, Tree]]:
         """Yield the parameters of each model copy, and the rows of a batch that the copy is trained on.
@@ -143,6 +154,16 @@ class Algorithm:
           ConfigError: it does not work with another setting.
           LayoutError: it does not work with the layout.
         """
+
+    def meeting(self, blueprint: Blueprint) -> Meeting | None:
+        """Return how processes that train apart exchange arrays between steps, or `None` if they do not.
+
+        The training loop does it, on the host; a step never waits for another process.
+
+        Args:
+          blueprint: the run's blueprint.
+        """
+        return None
 
     def describe(self) -> str:
         """Return a short description, by default the name of the class."""

@@ -18,6 +18,7 @@ from jaxscale.step.algorithm import NEXT_TOKEN, Algorithm, Metrics, Step, Tree
 from jaxscale.step.backprop import Backprop
 from jaxscale.step.guards import Guard
 from jaxscale.step.objective import Batch, Objective
+from jaxscale.step.rounds import Round
 from jaxscale.step.state import Blueprint, TrainState
 
 if TYPE_CHECKING:
@@ -118,9 +119,9 @@ class WeightEMA(Algorithm):
         same = all(i.dtype == jnp.float32 for i in jax.tree.leaves(blueprint.infos))
         return "extra/average" if same and self.inner.weights_in(blueprint) == "params" else None
 
-    def wire_bytes(self, blueprint: Blueprint) -> float | None:
-        """Return the bytes of the inner algorithm."""
-        return self.inner.wire_bytes(blueprint)
+    def round(self, blueprint: Blueprint) -> Round | None:
+        """Return the exchanges of the inner algorithm."""
+        return self.inner.round(blueprint)
 
     def copies(self, params: Tree, batch: Tree) -> Iterator[tuple[Tree, Tree]]:
         """Return the copies of the inner algorithm."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,7 +13,7 @@ import jaxscale as js
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout
 from jaxscale.optim import SGD
-from jaxscale.step import RobustGradients, check
+from jaxscale.step import RobustGradients, check, prepare
 from jaxscale.step.algorithms import Aggregate, Flag, Mean, Median
 from tests.truth.errors import raises_saying
 from tests.truth.replicas import config, crossing, local_gradients, trained
@@ -66,6 +67,35 @@ def test_a_replica_that_sends_nan_or_infinity_does_not_spoil_the_others(aggregat
         np.testing.assert_allclose(
             aggregate({"a": np.vstack([rows, np.full((1, 3), wrong, np.float32)])})["a"], 1, atol=0.25
         )
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "wrong"),
+    [
+        (Flag(), 1),
+        (Mean(), 1),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((Median(), 1), (Median(), 4))),
+    ],
+    ids=str,
+)
+def test_a_replica_whose_loss_is_nan_does_not_stop_training(aggregate, wrong):
+    """Its rows have weights that are NaN, so that loss and gradients are; `FiniteGuard` is in force."""
+    prepared = prepare(one := config(algorithm=RobustGradients(4, aggregate), layout=Layout("replica=2"), steps=2))
+    with one.layout:
+        state, step = prepared.blueprint.init(0), prepared.step_of(one)
+        before = jax.tree.map(np.array, state.params)
+        batch = prepared.loader.batch_at(0)
+        healthy = step(jax.tree.map(jnp.copy, state), prepared.place(lambda i: batch, 0))[1]
+        damaged = {**batch, "weights": batch["weights"].copy()}
+        damaged["weights"][: 2 * wrong] = np.nan
+        state, metrics = step(state, prepared.place(lambda i: damaged, 0))
+    moved = any(map(lambda a, b: not np.array_equal(a, b), *map(jax.tree.leaves, (before, state.params))))
+    trains = aggregate != Mean() and wrong < 4
+    assert moved == trains == bool(np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"]))
+    assert metrics["replicas_not_finite"] == wrong and healthy["replicas_not_finite"] == 0
+    if wrong == 1:
+        assert abs(metrics["loss"] - healthy["loss"]) < 0.1 * healthy["loss"], "the mean of the other three"
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
 
 
 @pytest.mark.parametrize("aggregate", [Mean(), Median(), Flag(2)], ids=str)

@@ -17,6 +17,7 @@ from jaxscale.step.algorithms.replicas import LocalReplicas, check_counts, is_wi
 from jaxscale.step.guards import Guard
 from jaxscale.step.objective import Batch, Objective
 from jaxscale.step.ranges import is_number
+from jaxscale.step.rounds import Exchange, Round
 from jaxscale.step.state import Blueprint, TrainState
 
 
@@ -127,6 +128,7 @@ class CO2(LocalReplicas):
 
         return step
 
-    def wire_bytes(self, blueprint: Blueprint) -> float:
-        """Return the bytes of a round, divided by `every`."""
-        return self.wire.sent(blueprint.infos, self.replicas, blueprint.layout) / self.every
+    def round(self, blueprint: Blueprint) -> Round:
+        """Return the exchange, whose result is used a round later."""
+        sent = self.wire.sent(blueprint.infos, self.replicas, blueprint.layout)
+        return Round(self.every, (Exchange(0, self.every, sent),))

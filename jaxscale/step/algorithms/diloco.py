@@ -21,6 +21,7 @@ from jaxscale.step.algorithms.replicas import LocalReplicas, check_counts, is_wi
 from jaxscale.step.guards import Guard
 from jaxscale.step.objective import Batch, Objective
 from jaxscale.step.ranges import is_number
+from jaxscale.step.rounds import Exchange, Round
 from jaxscale.step.state import Blueprint, TrainState
 
 if TYPE_CHECKING:
@@ -131,11 +132,13 @@ class DiLoCo(LocalReplicas):
 
         return step
 
-    def wire_bytes(self, blueprint: Blueprint) -> float:
-        """Return the bytes of the exchanges of all fragments, divided by `every`."""
+    def round(self, blueprint: Blueprint) -> Round:
+        """Return the exchange of each fragment."""
         wide = wide_infos(blueprint)
         parts = [f.infos(wide) for f in self._parts(blueprint)]
-        return sum(self.wire.sent(i, self.replicas, blueprint.layout) for i in parts) / self.every
+        sent = [self.wire.sent(i, self.replicas, blueprint.layout) for i in parts]
+        exchanges = [Exchange(p * self.every // self.fragments, self.delay, s) for p, s in enumerate(sent)]
+        return Round(self.every, tuple(exchanges))
 
     def check(self, config: TrainConfig, blueprint: Blueprint) -> None:
         """Check what `Replicas` does, the outer optimizer, and that no fragment is empty."""

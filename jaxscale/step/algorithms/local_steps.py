@@ -14,6 +14,7 @@ from jaxscale.step.algorithm import NEXT_TOKEN, Metrics, Step
 from jaxscale.step.algorithms.replicas import LocalReplicas, check_counts
 from jaxscale.step.guards import Guard
 from jaxscale.step.objective import Batch, Objective
+from jaxscale.step.rounds import Exchange, Round
 from jaxscale.step.state import Blueprint, TrainState
 
 
@@ -61,6 +62,7 @@ class LocalSteps(LocalReplicas):
 
         return step
 
-    def wire_bytes(self, blueprint: Blueprint) -> float:
-        """Return the bytes of the averaging, divided by `every`."""
-        return Float32Wire().sent(blueprint.infos, self.replicas, blueprint.layout) / self.every
+    def round(self, blueprint: Blueprint) -> Round:
+        """Return the averaging, for which steps wait."""
+        sent = Float32Wire().sent(blueprint.infos, self.replicas, blueprint.layout)
+        return Round(self.every, (Exchange(0, 0, sent),))

@@ -21,6 +21,7 @@ from jaxscale.step.algorithms.replicas import Replicas, check_counts, is_wire, w
 from jaxscale.step.backprop import make_step
 from jaxscale.step.guards import Guard
 from jaxscale.step.objective import Objective
+from jaxscale.step.rounds import Exchange, Round
 from jaxscale.step.state import Blueprint
 
 if TYPE_CHECKING:
@@ -128,9 +129,9 @@ class OneBitAdam(Replicas):
         """Return "params"."""
         return "params"
 
-    def wire_bytes(self, blueprint: Blueprint) -> float:
-        """Return the bytes of a step after the warm-up."""
-        return float(self.wire.sent(blueprint.infos, self.replicas, blueprint.layout))
+    def round(self, blueprint: Blueprint) -> Round:
+        """Return the exchange of a step after the warm-up."""
+        return Round(1, (Exchange(0, 0, self.wire.sent(blueprint.infos, self.replicas, blueprint.layout)),))
 
     def describe(self) -> str:
         """Return the name, and that bytes are those after the warm-up."""

@@ -136,9 +136,17 @@ class Replicas(Algorithm):
             shared, own = ((frozen,), (params,)) if copies else ((frozen, params), ())
             trees = (keys, self.own_rows(batch), *own)
             metrics, grads = each_copy(run, shared, *trees, layout=blueprint.layout)
-            return jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics), grads
+            return self.over_replicas(metrics), grads
 
         return loss_and_grads
+
+    def over_replicas(self, metrics: Metrics) -> Metrics:
+        """Return one number per metric, in this class the mean.
+
+        Args:
+          metrics: (replicas,) arrays by name.
+        """
+        return jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
 
     def copies(self, params: Tree, batch: Tree) -> Iterator[tuple[Tree, Tree]]:
         """Yield the parameters and the rows of each replica."""

@@ -18,6 +18,7 @@ from jaxscale.step.algorithms.replicas import Replicas, check_counts
 from jaxscale.step.backprop import make_step
 from jaxscale.step.guards import Guard
 from jaxscale.step.objective import Batch, Objective
+from jaxscale.step.rounds import Exchange, Round
 from jaxscale.step.state import Blueprint
 
 
@@ -28,7 +29,9 @@ class RobustGradients(Replicas):
 
     Each device along `replica` receives all replicas' gradients of its share of the numbers by an all-to-all,
     aggregates them in float32, and sends the result to all by an all-gather: the bytes of an all-reduce. Metrics are
-    the means over replicas, wrong ones included; `grad_norm` is the norm of the aggregated gradient.
+    the means over replicas, wrong ones included, but not those that are NaN or infinite: `replicas_not_finite` counts
+    the replicas whose loss is. `grad_norm` is the norm of the aggregated gradient, so that `FiniteGuard` skips a step
+    only if the aggregation lets NaNs through, as `Mean()` does, or if no replica's loss is finite.
 
     Args:
       replicas: number of replicas, which divide the batch.
@@ -50,6 +53,16 @@ class RobustGradients(Replicas):
                 f"Flag.dimensions = {self.aggregate.dimensions}: must be below RobustGradients.replicas = "
                 f"{self.replicas}, else nothing is left out"
             )
+
+    def over_replicas(self, metrics: Metrics) -> Metrics:
+        """Return the means of the finite numbers, and how many replicas' losses are not finite."""
+
+        def mean(x: jax.Array) -> jax.Array:
+            finite = jnp.isfinite(x)
+            return jnp.sum(jnp.where(finite, x, 0), axis=0) / jnp.sum(finite, axis=0)
+
+        wrong = jnp.sum(~jnp.isfinite(metrics["loss"])).astype(jnp.float32)
+        return {**jax.tree.map(mean, metrics), "replicas_not_finite": wrong}
 
     def step(
         self,
@@ -73,6 +86,6 @@ class RobustGradients(Replicas):
 
         return make_step(loss_and_grads, blueprint.tx, schedule, guards)
 
-    def wire_bytes(self, blueprint: Blueprint) -> float:
-        """Return the bytes of the all-to-all and the all-gather."""
-        return float(chunk_bytes(blueprint.infos, self.replicas, blueprint.layout))
+    def round(self, blueprint: Blueprint) -> Round:
+        """Return the all-to-all and the all-gather of a step."""
+        return Round(1, (Exchange(0, 0, chunk_bytes(blueprint.infos, self.replicas, blueprint.layout)),))

@@ -26,6 +26,7 @@ from jaxscale.commands import (
     merge,
     microbench,
     new,
+    peers,
     plan,
     quantize,
     replay,
@@ -46,9 +47,8 @@ from jaxscale.version import __version__
 from pallas_kernels.errors import KernelError
 
 COMMANDS = (
-    new, data, annotate, train, rl, launch, sweep, laws, explain, plan, coordcheck, sample, eval, serve, import_, merge,
-    quantize,
-    grow, export, report, checkpoint, replay, schedule, microbench, settings,
+    new, data, annotate, train, rl, launch, peers, sweep, laws, explain, plan, coordcheck, sample, eval, serve, import_,
+    merge, quantize, grow, export, report, checkpoint, replay, schedule, microbench, settings,
 )  # fmt: skip
 """Modules of the commands, in the order of `--help`."""
 
@@ -66,6 +66,7 @@ A configuration is a gin file; any binding in it can be changed from here:
   jaxscale train experiments/demo.gin --gin.train.steps=50 --mesh "data=2,tensor=4" --devices 8
   jaxscale train --resume runs/demo-1
   jaxscale launch --nproc 2 -- train experiments/demo.gin --devices 4
+  jaxscale peers --port 29400
   jaxscale explain experiments/demo.gin --mesh "fsdp=8"
   jaxscale plan experiments/llama3_8b.gin --topology v5p:4x4x4 --tokens 1T
   jaxscale sweep experiments/lr_sweep.gin --run runs/lr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shutil
 import sys
@@ -49,6 +50,12 @@ def add(commands: Any) -> None:
         "the run's unless the config sets them",
     )
     parser.add_argument(
+        "--peers",
+        metavar="HOST:PORT",
+        help="train with other processes that may join and leave (train.algorithm = @PeerDiLoCo()); the address is "
+        "that of jaxscale peers",
+    )
+    parser.add_argument(
         "--profile",
         metavar="FIRST:LAST",
         help="write a profile of these steps, such as 10:15; jaxscale plan RUN --measured reads it",
@@ -76,7 +83,11 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     if args.resume and args.start:
         raise ConfigError("--resume continues a run and --from starts a new one; leave out one of them")
     profile = _window(args.profile)
+    if args.peers is not None and not args.resume:
+        bindings = ["train.algorithm = @PeerDiLoCo()", *bindings]
     config = load(args.resume and Path(args.resume) / "config.gin", args, bindings)
+    if args.peers is not None:
+        config = _with_peers(config, args.peers)
     if args.dry_run:
         from jaxscale.plan import dry_run
 
@@ -95,6 +106,19 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     if not args.quiet and trained.is_main:
         print(_next_steps(trained, config))
     return 0 if trained.stopped_by is None else STOPS[trained.stopped_by]
+
+
+def _with_peers(config: TrainConfig, address: str) -> TrainConfig:
+    from jaxscale.peers import address_of
+
+    address_of(address)
+    algorithm: Any = config.algorithm
+    if not hasattr(algorithm, "coordinator"):
+        raise ConfigError(
+            f"--peers {address}: {algorithm.describe()} does not exchange anything with other processes; set "
+            "train.algorithm = @PeerDiLoCo()"
+        )
+    return dataclasses.replace(config, algorithm=dataclasses.replace(algorithm, coordinator=address))
 
 
 def _window(text: str | None) -> tuple[int, int] | None:

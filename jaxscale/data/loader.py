@@ -27,15 +27,19 @@ class Loader:
       batch_size: rows of the global batch, over all processes.
       seed: seed of the order.
       group: number of consecutive rows of the source that belong together; whole groups are shuffled.
+      shares: loaders that each read a share of a batch of `shares * batch_size` rows, for runs that train apart.
+      share: which of them this is: rows `share * batch_size` and following of that batch.
 
     Raises:
-      DataError: `batch_size` is below 1, `seed` is negative, or groups do not divide the batch.
+      DataError: `batch_size` is below 1, `seed` is negative, groups do not divide the batch, or there is no such share.
     """
 
     source: Source
     batch_size: int
     seed: int = 0
     group: int = 1
+    shares: int = 1
+    share: int = 0
     _order: Order = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -47,7 +51,10 @@ class Loader:
             raise DataError(
                 f"batch_size={self.batch_size} is not a multiple of {self.group}, the rows that stay together."
             )
-        object.__setattr__(self, "_order", order_of(self.source, self.group, self.batch_size))
+        if not 0 <= self.share < self.shares:
+            raise DataError(f"share={self.share} does not exist; there are {self.shares}, from 0.")
+        order = order_of(self.source, self.group, self.shares * self.batch_size)
+        object.__setattr__(self, "_order", order)
 
     @cached_property
     def arrays(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
@@ -61,6 +68,7 @@ class Loader:
     def fingerprint(self) -> str:
         """Digest in hexadecimal; loaders with equal ones have equal batches at all steps."""
         groups = f" {self.group}" if self.group > 1 else ""
+        groups += f" {self.share}/{self.shares}" if self.shares > 1 else ""
         return hashlib.sha256(f"{self.source.fingerprint} {self.batch_size} {self.seed}{groups}".encode()).hexdigest()
 
     def ids_at(self, step: int) -> np.ndarray:
@@ -74,7 +82,7 @@ class Loader:
         """
         if step < 0:
             raise DataError(f"step {step} does not exist; the first is 0.")
-        start = int(step) * self.batch_size
+        start = (int(step) * self.shares + self.share) * self.batch_size
         return self._order(np.arange(start, start + self.batch_size, dtype=np.int64), self.seed)
 
     def batch_at(self, step: int, rows: slice | None = None) -> Batch:

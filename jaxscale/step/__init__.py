@@ -11,6 +11,7 @@ from jaxscale.step.algorithms import (
     LocalSteps,
     MeZO,
     OneBitAdam,
+    PeerDiLoCo,
     Replicas,
     RobustGradients,
 )
@@ -101,6 +102,7 @@ __all__ = [
     "Objective",
     "OnPolicyDistill",
     "OneBitAdam",
+    "PeerDiLoCo",
     "Replicas",
     "Scales",
     "RobustGradients",

@@ -125,6 +125,18 @@ def new_folder(path: Path | None, stem: str = "run") -> Path:
     raise RunError(f"no free number for a run called {stem} in runs; name a folder with --run")
 
 
+def remove_unbegun(path: Path) -> None:
+    """Remove the folder of a run that failed before anything was written, so that its name can be used again.
+
+    Args:
+      path: the folder; it stays if it has files.
+    """
+    if is_new(path) or [p.name for p in path.iterdir()] == [".lock"]:
+        with contextlib.suppress(OSError):
+            (path / ".lock").unlink()
+            path.rmdir()
+
+
 def unfinished(stem: str, config: TrainConfig) -> Path | None:
     """Return the newest `runs/<stem>-<n>` with these settings, if it is unfinished, unused and has a checkpoint."""
     root = Path("runs")

@@ -23,7 +23,9 @@ from jaxscale.step.rates import examples, model_flops, peak_flops
 from jaxscale.step.state import TrainState
 from jaxscale.train import agree
 from jaxscale.train.calls import Calls
+from jaxscale.train.folders import remove_unbegun
 from jaxscale.train.goodput import OTHER, STEPPING, Goodput, sentence
+from jaxscale.train.peers import group_of
 from jaxscale.train.record import Record
 from jaxscale.train.report import Reporter
 from jaxscale.train.run import RunFolder
@@ -96,8 +98,7 @@ class Loop:
         self.record = Record(run, prepared, self.checkpoints, reporter.warn, goodput)
         self.skips = Skips(run.path / SKIPS)
         self.skips.passed = set(agree.broadcast(sorted(self.skips.passed)))
-        watched = Watched(config.layout, prepared.loader, self.skips, reporter.say, reporter.warn)
-        self.watches = [g.watch(watched) for g in config.guards]
+        self.group = group_of(config, prepared, run.place, reporter.say, lambda: bool(signals))
         self.calls = Calls(run, prepared.blueprint, self._request_stop)
         self.now = self.furthest = self.returns = self.offence = 0
         self.pending: list[tuple[int, dict[str, jax.Array]]] = []  # steps whose numbers the loop has not waited for
@@ -141,9 +142,14 @@ class Loop:
         if first == self.last and self._complete(first):
             self.run.state = state
             return
+        if first < self.last:
+            state = self._join(state)
+            first = int(state.step)
         if first >= self.last:
             more = "until" if self.last < config.steps else "train.steps"
             raise RunError(f"{self.run.place} has already taken {first} of {self.last} steps; raise {more} to go on")
+        watched = Watched(config.layout, self.prepared.loader, self.skips, reporter.say, reporter.warn)
+        self.watches = [g.watch(watched) for g in config.guards]
         reporter.announce(config, self.prepared, self.run.place, first)
         files: list[Any] = []
         status = "failed"
@@ -162,6 +168,7 @@ class Loop:
                 with contextlib.suppress(*([OSError] if status == "failed" else [])):  # keep the first error
                     one.close()
             self.snapshots.close(forget=status != "failed")
+            self.group.leave(finished=status == "finished")
             if status == "failed" and jax.process_count() == 1:  # other processes may never reach its barriers
                 with contextlib.suppress(CheckpointError):
                     self.checkpoints.close()
@@ -174,6 +181,17 @@ class Loop:
         signal = self.signals.get("signal")
         self.run.stopped_by = signal if status == "stopped" and signal in STOPS else None
         self._conclude(int(state.step), status)
+
+    def _join(self, state: TrainState) -> TrainState:
+        """Join the group of peers, if there is one, before anything is written."""
+        try:
+            self.prepared, state = self.group.join(self.prepared, state)
+        except BaseException:
+            self.group.leave(finished=False)
+            if self.main:
+                remove_unbegun(self.run.path)
+            raise
+        return state
 
     def _complete(self, step: int) -> bool:
         """Upload and write what a process left undone that ended after its last checkpoint; `False` if nothing is."""
@@ -257,6 +275,10 @@ class Loop:
                 watch.before(now, state)
             with self._profiled(now), jax.profiler.StepTraceAnnotation("train", step_num=now), self._explain_memory():
                 state, metrics = self._pass_over(state) if now in self.skips.passed else self._take(state, done)
+                if self.group.due(now):
+                    self._phase(now, "peers", disk=True)
+                    state, more = self.group.exchange(now, state)
+                    metrics |= more
                 metrics |= self.snapshots.after(now, state)
             pending.append((now, metrics))
             self.checkpoints.check()

@@ -18,6 +18,7 @@ from jaxscale.layout.tensors import Tree
 from jaxscale.step.backprop import make_loss_and_grads
 from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.config import TrainConfig
+from jaxscale.step.meeting import Meeting
 from jaxscale.step.prepare import Prepared, prepare
 from jaxscale.step.state import TrainState
 from jaxscale.step.trace import Origin, first_nonfinite
@@ -97,6 +98,9 @@ def replay(run: RunFolder, step: int) -> Replayed:
     if not 1 <= step <= config.steps:
         raise RunError(f"{run.place} has no step {step}; its steps go from 1 to {config.steps}")
     prepared = prepare(config)
+    meeting = prepared.blueprint.algorithm.meeting(prepared.blueprint)
+    if meeting is not None:
+        prepared = _of_peer(run, prepared, meeting, step)
     skips = read_skips(run.path / SKIPS)
     passed = {s for row in skips for s in row.get("passed_over", ())}
     with config.layout or contextlib.nullcontext():
@@ -119,6 +123,20 @@ def replay(run: RunFolder, step: int) -> Replayed:
     finite = all(map(math.isfinite, numbers.values()))
     origin = None if finite else _origin(config, params, inputs, jax.random.fold_in(key, step - 1), frozen)
     return Replayed(step, checkpoint, numbers, _recorded(run, step, skips), before, origin)
+
+
+def _of_peer(run: RunFolder, prepared: Prepared, meeting: Meeting, step: int) -> Prepared:
+    """Use the rows of the run's share; raise if another process's arrays are needed."""
+    steps = [s for s in run.checkpoints.steps() if s < step]
+    rows = [r for r in run.metrics() if "peer" in r and r["step"] >= step]
+    first = steps[-1] if steps else 0
+    if not rows or not steps or (step - 1) // meeting.every != first // meeting.every:
+        raise RunError(
+            f"step {step} of {run.place} cannot be replayed, since the run exchanged arrays with other processes after "
+            f"its checkpoints{f' of steps {steps}' if steps else ''}; replay a step within {meeting.every} steps of one"
+        )
+    loader = dataclasses.replace(prepared.loader, shares=meeting.shares, share=int(rows[0]["peer"]))
+    return dataclasses.replace(prepared, loader=loader)
 
 
 def _before(run: RunFolder, config: TrainConfig, prepared: Prepared, step: int) -> tuple[int, TrainState]:

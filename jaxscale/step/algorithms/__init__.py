@@ -6,6 +6,7 @@ from jaxscale.step.algorithms.diloco import DiLoCo
 from jaxscale.step.algorithms.local_steps import LocalSteps
 from jaxscale.step.algorithms.mezo import MeZO
 from jaxscale.step.algorithms.onebit_adam import OneBitAdam
+from jaxscale.step.algorithms.peer_diloco import PeerDiLoCo
 from jaxscale.step.algorithms.qzo import QZO
 from jaxscale.step.algorithms.replicas import LocalReplicas, Replicas
 from jaxscale.step.algorithms.robust import RobustGradients
@@ -24,6 +25,7 @@ __all__ = [
     "Median",
     "MeZO",
     "OneBitAdam",
+    "PeerDiLoCo",
     "Replicas",
     "RobustGradients",
 ]

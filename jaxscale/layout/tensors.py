@@ -38,6 +38,8 @@ class TensorInfo:
       contracted: the dimensions that a matrix product sums over, counted from the last as -1, of a parameter that can
         be stored in another format (see `jaxscale.nn.WeightFormat`); `None` for any other tensor.
       host: whether it is in host memory, where the hardware has such.
+      advice: for an array of a weight in a storage format: returns what to change, from a dimension that mesh axes of
+        so many devices do not divide.
     """
 
     path: str
@@ -46,6 +48,7 @@ class TensorInfo:
     axes: tuple[str | None, ...]
     contracted: tuple[int, ...] | None = dataclasses.field(default=None, compare=False)
     host: bool = dataclasses.field(default=False, compare=False)
+    advice: Callable[[int, int], str] | None = dataclasses.field(default=None, compare=False)
 
     @property
     def size(self) -> int:
@@ -162,11 +165,25 @@ def shardings_of(infos: Tree, layout: Layout | None, kind: Kind = "params") -> T
         return None
 
     def one(i: TensorInfo) -> jax.sharding.NamedSharding:
+        if i.advice is not None and (stuck := _stuck(i, layout, kind)) is not None:
+            raise LayoutError(f"{i.path}: {i.advice(*stuck)}")
         sharding = layout.sharding(i.axes, i.shape, kind=kind, name=i.path)
         hosted = i.host and host_memory_or_say(i.path, "stays on the device", layout)
         return sharding.with_memory_kind(HOST) if hosted else sharding
 
     return jax.tree.map(one, infos)
+
+
+def _stuck(info: TensorInfo, layout: Layout, kind: Kind) -> tuple[int, int] | None:
+    """Return a dimension that its mesh axes do not divide, and the number of their devices."""
+    try:
+        layout.spec(info.axes, info.shape, kind=kind)
+    except LayoutError:
+        for d, (axis, size) in enumerate(zip(info.axes, info.shape, strict=True)):
+            pieces = 1 if axis is None else math.prod(layout.sizes[m] for m in layout.cut(axis, kind))
+            if size % pieces:
+                return d, pieces
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

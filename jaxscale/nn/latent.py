@@ -11,7 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxscale.layout import constrain, in_use
+from jaxscale.layout import constrain
 from jaxscale.nn.attention import AttentionKernel
 from jaxscale.nn.cache import KeyValues, LayerCache
 from jaxscale.nn.context import Context
@@ -126,7 +126,7 @@ class LatentAttention(nnx.Module):
         """Multiply the key and value projections into queries and outputs, and attend to the cached latents."""
 
         def used(m: Linear) -> Array:
-            return in_use(as_weight(m.kernel.get_value()).dense(), m.axes, self.dtype)
+            return as_weight(m.kernel.get_value()).gathered(m.axes, self.dtype)
 
         latent = latent[:, :, None]
         with jax.named_scope("qkv"):

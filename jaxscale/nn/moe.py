@@ -256,11 +256,17 @@ class Experts(nnx.Module):
             bias = None if self.load_bias is None else self.load_bias.get_value()
             real = constrain(jnp.ones(x.shape[:2], bool) if real is None else real, "expert_batch", "expert_seq")
             routed = c.router(scores, bias, top_k=c.top_k, capacity=capacity, real=real)
-        matrices = (None if p is None else as_weight(p.get_value()).dense() for p in (self.gate, self.up, self.down))
-        weights = Weights._make(matrices)
+        stored = [None if p is None else as_weight(p.get_value()) for p in (self.gate, self.up, self.down)]
+        gathered = any(w is not None and w.gathers for w in stored)
+        weights = Weights._make(
+            None if w is None else w.gathered(axes, self.arithmetic.dtype) if gathered else w.dense()
+            for w, axes in zip(stored, (UP, UP, DOWN), strict=True)
+        )
         act = c.expert.activation
         with jax.named_scope("experts"):
-            y = expert_mlp(x, routed, weights, act=act, arithmetic=self.arithmetic, capacity=capacity)
+            y = expert_mlp(
+                x, routed, weights, act=act, arithmetic=self.arithmetic, capacity=capacity, gathered=gathered
+            )
         if self.shared is not None:
             with jax.named_scope("shared"):
                 y = y + self._gated(self.shared(constrain(x, "batch", "seq", "embed")), x)

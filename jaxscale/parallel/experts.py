@@ -90,6 +90,7 @@ def expert_mlp(
     act: Callable[[Array], Array],
     arithmetic: Arithmetic,
     capacity: Capacity | None = None,
+    gathered: bool = False,
 ) -> Float[Array, "b s e"]:
     """Sum `weight * down(act(gate(x)) * up(x))` over each token's experts; without a gate `down(act(up(x)))`.
 
@@ -112,6 +113,7 @@ def expert_mlp(
       act: the activation function.
       arithmetic: the numbers of products; its dtype is that of what devices exchange.
       capacity: capacity for `Choices`; `None` drops nothing. It has no effect on `Slots`.
+      gathered: whether the weights are sharded as activations already (`Weight.gathered`).
 
     Returns:
       an array of x's shape, in the arithmetic's dtype.
@@ -126,6 +128,8 @@ def expert_mlp(
     if layout is None or not free:
         return _local(x, routed, weights, weights, _Settings(act, arithmetic, capacity))
     settings = _settings(act, arithmetic, capacity)
+    if gathered:
+        settings = dataclasses.replace(settings, gathered=(), scattered=())
     if not manual:
         _check(x, weights, capacity)
     x = constrain(x, *TOKENS)

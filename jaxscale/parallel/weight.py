@@ -6,7 +6,7 @@ import abc
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,12 @@ class Weight(abc.ABC):
     """A kernel that is not a plain array: with an adapter, quantised, or with a deferred gradient.
 
     A subclass is a frozen dataclass registered as a pytree (`jax.tree_util.register_dataclass`). Layers call `matmul`
-    without knowing the subclass; layers with another product (experts, lookups, overlapped collectives) use `dense`.
+    without knowing the subclass; layers with another product use `gathered` (experts, absorbed projections) or `dense`
+    (lookups, overlapped collectives).
     """
+
+    gathers: ClassVar[bool] = False
+    """Whether `gathered` sends arrays of the weight's own between devices, and not the kernel."""
 
     @property
     @abc.abstractmethod
@@ -55,6 +59,15 @@ class Weight(abc.ABC):
           the remaining dimensions of `x`, then those of the kernel.
         """
         return product(x, self.dense(arithmetic.dtype), axes, contracted, arithmetic)
+
+    def gathered(self, axes: Axes, dtype: DTypeLike) -> Float[Array, "..."]:
+        """Return the kernel as layers compute with it: cast, then sharded as an activation; see `in_use`.
+
+        Args:
+          axes: logical axis per dimension of the kernel.
+          dtype: dtype of the array.
+        """
+        return in_use(self.dense(), axes, dtype)
 
     def infos(self, info: TensorInfo) -> Tree:
         """Return a `TensorInfo` for each array of this weight, in the weight's tree structure.

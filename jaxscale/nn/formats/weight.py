@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxscale.layout import TensorInfo, constrain, path_name
 from jaxscale.layout.tensors import Tree
 from jaxscale.nn.formats.blocks import spread
 from jaxscale.nn.formats.numbers import from_table, numbers_of
-from jaxscale.nn.formats.packing import pack, unpack
+from jaxscale.nn.formats.packing import pack, unit, unpack
 from jaxscale.parallel import Arithmetic, Weight
 from jaxscale.parallel.weight import kernel_gradient
 
@@ -39,6 +39,7 @@ class StoredWeight(Weight):
       axis: the packed dimension, counted from the last as -1.
     """
 
+    gathers: ClassVar[bool] = True
     codes: UInt[Array, "..."]
     scale: Float[Array, "..."] | StoredWeight | None = None
     zero: Float[Array, "..."] | StoredWeight | None = None
@@ -85,7 +86,7 @@ class StoredWeight(Weight):
             x = x + spread(_float(self.offset), x.shape)
         return x.astype(dtype or jnp.float32)
 
-    def used(self, axes: tuple[str, ...], dtype: DTypeLike) -> Float[Array, "..."]:
+    def gathered(self, axes: tuple[str, ...], dtype: DTypeLike) -> Float[Array, "..."]:
         """See `Weight`: devices exchange the codes and scales, and each computes the kernel from them."""
 
         def gather(x: Array) -> Array:
@@ -109,7 +110,9 @@ class StoredWeight(Weight):
 
         def one(path: tuple[Any, ...], x: Array | TensorInfo) -> TensorInfo:
             names = _names(x.shape, info.shape, info.axes)
-            return TensorInfo(f"{info.path}/{path_name(path)}", tuple(x.shape), x.dtype, names)
+            bits = numbers_of(self.numbers).bits if path == (jax.tree_util.GetAttrKey("codes"),) else None
+            advice = partial(_advice, tuple(info.shape), tuple(x.shape), bits)
+            return TensorInfo(f"{info.path}/{path_name(path)}", tuple(x.shape), x.dtype, names, advice=advice)
 
         return jax.tree_util.tree_map_with_path(one, self)
 
@@ -127,6 +130,27 @@ def _look_up(codes: Array, table: Array, bits: int) -> Array:
     flat = codes.reshape(-1, *codes.shape[lead:])
     looked = jax.vmap(partial(from_table, bits=bits))(flat, table.reshape(flat.shape[0], -1))
     return looked.reshape(codes.shape)
+
+
+def _advice(kernel: tuple[int, ...], shape: tuple[int, ...], bits: int | None, dim: int, pieces: int) -> str:
+    """Return what to change for an array of a weight along a dimension that some devices do not divide."""
+    n = kernel[dim]
+    if n % pieces:
+        return (
+            f"{pieces} devices do not divide its {n} weights along dimension {dim}; use a number of devices that does"
+        )
+    mine, group = n // pieces, n // shape[dim]
+    if bits is not None:
+        fit = next((b for b in range(bits, 9) if mine % unit(b)[0] == 0), 8)
+        return (
+            f"codes of {bits} bits are packed in units of {unit(bits)[0]}, which do not divide the {mine} weights of a "
+            f"device along dimension {dim}; the nearest width that does is {fit} bits"
+        )
+    fit = max(g for g in range(1, min(group, mine) + 1) if mine % g == 0)
+    return (
+        f"groups of {group} do not divide the {mine} weights of a device along dimension {dim}; the nearest size that "
+        f"does is {fit}"
+    )
 
 
 def _names(shape: tuple[int, ...], kernel: tuple[int, ...], axes: tuple[str | None, ...]) -> tuple[str | None, ...]:
@@ -147,7 +171,7 @@ def _forward(x, weight, axes, contracted, arithmetic):  # type: ignore[no-untype
 
 def _dot(x, weight, axes, summed, dtype, numbers, out_dtype):  # type: ignore[no-untyped-def]
     dims = tuple(range(x.ndim - len(summed), x.ndim))
-    left, right = numbers.left(x, dims), numbers.right(weight.used(axes, dtype), summed)
+    left, right = numbers.left(x, dims), numbers.right(weight.gathered(axes, dtype), summed)
     return numbers.dot(left, right, ((dims, summed), ((), ())), out_dtype)
 
 

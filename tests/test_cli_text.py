@@ -196,6 +196,8 @@ def test_commands_keep_weights_in_the_form_of_a_module_of_ones_own(run, folder, 
     result, plain = (json.loads(Path(f).read_text()) for f in ("rounded.json", "plain.json"))
     assert result["weights"] == "Rounded(digits=1)" and plain["weights"] is None
     assert result["nats"] == perplexity(js.load(folder), ["book.txt"], weights=rounded).nats != plain["nats"]
+    assert result["unquantised"]["nats"] == plain["nats"]
+    assert result["nats_per_token_added"] == (result["nats"] - plain["nats"]) / plain["tokens"]
     for wrong, words in (
         (
             ["--weights", "Runded"],
@@ -211,3 +213,16 @@ def test_commands_keep_weights_in_the_form_of_a_module_of_ones_own(run, folder, 
     with pytest.raises(ZeroDivisionError):
         run("serve", folder, "--port", "0", *chosen)
     assert used == [rounded]
+
+
+def test_commands_take_the_formats_of_few_bits_by_name(run, folder):
+    code, out, err = run("eval", folder, "book.txt", "--weights", "mxfp8", "--out", "mxfp8.json")
+    assert code == 0 and "mxfp8 adds" in out and "with --weights mxfp8, and" in err, (out, err)
+    result = json.loads(Path("mxfp8.json").read_text())
+    assert 0 < abs(result["nats_per_token_added"]) < 0.05
+    argv = ["--prompt", "def ", "--tokens", 8, "--temperature", 0]
+    code, out, err = run("sample", folder, *argv, "--weights", "Stored", "--gin.Stored.numbers='int6'")
+    text = js.load(folder).generate("def ", weights=js.nn.Stored("int6"), temperature=0, max_tokens=8).text
+    assert (code, out) == (0, f"def {text}\n"), err
+    code, _, err = run("sample", folder, *argv, "--weights", "mxfp44")
+    assert code == 2 and "did you mean 'mxfp4'" in err, err

@@ -14,6 +14,7 @@ from jaxscale.commands.shared import (
     import_argument,
     layout_arguments,
     layout_of,
+    say_bytes,
     weights_argument,
     weights_of,
 )
@@ -74,6 +75,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     if out is not None and out.exists():
         raise ConfigError(f"{out} exists already; name another file with --out")
     trained = load(args.run)
+    say_bytes(trained, weights, args.weights)
     options: dict[str, Any] = {name: getattr(args, name) for name in ("length", "rows", "step")}
     options |= dict(layout=layout_of(args), weights=weights)
     if args.choices is not None:
@@ -114,6 +116,14 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
             gap = texts.nats / texts.tokens - other.nats / other.tokens
             print(f"{args.against}: perplexity per token {other.per_token:.4f}; {gap:+.4f} nats per token to it")
             results |= {"against": args.against, "against_nats": other.nats, "gap_nats_per_token": gap}
+        if weights is not None:
+            before = perplexity(trained, args.files or None, stride=args.stride, **options | dict(weights=None))
+            gap = (texts.nats - before.nats) / texts.tokens
+            print(
+                f"without --weights the perplexity per token is {before.per_token:.4f}; {args.weights} adds {gap:+.5f} "
+                "nats per token to the loss"
+            )
+            results |= {"unquantised": before.results(), "nats_per_token_added": gap}
     settings |= {"mesh": args.mesh, "weights": None if weights is None else repr(weights)}
     print(f"written to {_written(trained, settings | results, args.choices, out)}")
     return 0

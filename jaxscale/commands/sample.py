@@ -15,6 +15,7 @@ from jaxscale.commands.shared import (
     import_argument,
     layout_arguments,
     layout_of,
+    say_bytes,
     weights_argument,
     weights_of,
 )
@@ -119,6 +120,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         **sampling,
     )
     trained = load(args.run)
+    say_bytes(trained, weights, args.weights)
     settings = dataclasses.replace(settings, **_sampling(trained, sampling))
     each = [dataclasses.replace(settings, seed=(args.seed + i) % 2**32) for i in range(args.n)]
     prompts = [args.prompt or ""] if args.prompts is None else _read(args.prompts)

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxscale.commands.shared import TEXT, accept_argument, import_argument, weights_argument, weights_of
+from jaxscale.commands.shared import TEXT, accept_argument, import_argument, say_bytes, weights_argument, weights_of
 from jaxscale.errors import ConfigError, RunError
 from jaxscale.interrupts import handled_signals
 
@@ -98,6 +98,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     }
     limits = Limits(**{name: value for name, value in options.items() if value is not None})
     trained = load(args.run)
+    say_bytes(trained, weights, args.weights)
     # Before listening, so that errors of the folder come first.
     served = served_by(trained, args.name, args.length, choice=not args.neutral)
     layout = None if args.mesh is None else Layout(args.mesh)

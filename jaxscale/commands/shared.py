@@ -161,6 +161,27 @@ def weights_of(args: argparse.Namespace, bindings: list[str]) -> WeightFormat | 
     return weights
 
 
+def say_bytes(run: Run, weights: WeightFormat | None, name: str) -> None:
+    """Print the bytes of a run's parameters in a weight format to stderr, and those in bfloat16; nothing without one.
+
+    Args:
+      run: the run.
+      weights: the format, or `None`.
+      name: what the user calls it.
+    """
+    if weights is None:
+        return
+    import jax
+
+    from jaxscale.step.state import describe_model
+    from jaxscale.units import human_bytes
+
+    _, infos = describe_model(run.config.model)
+    plain, few = jax.tree.leaves(infos), jax.tree.leaves(weights.infos(infos))
+    size, half = human_bytes(sum(i.nbytes for i in few)), human_bytes(2 * sum(i.size for i in plain))
+    print(f"jaxscale: parameters take {size} with --weights {name}, and {half} in bfloat16", file=sys.stderr)
+
+
 def load(own: Path | None, args: argparse.Namespace, bindings: list[str], also: tuple[str, ...] = ()) -> TrainConfig:
     """The settings of a gin file, or of a run's `config.gin`, with the changes of the command line.
 

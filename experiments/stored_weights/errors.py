@@ -52,9 +52,10 @@ def rows_of(run: js.Run) -> np.ndarray:
     """Return rows of held-out text, evenly spaced: int32 (ROWS, LENGTH + 1)."""
     config = run.config
     source = config.data.source(config.tokenizer, seq_len=config.seq_len, split="heldout", packing=config.packing)
-    tokens = np.asarray(source.documents.tokens)
-    starts = np.linspace(0, len(tokens) - LENGTH - 1, ROWS).astype(int)
-    return np.stack([tokens[s : s + LENGTH + 1] for s in starts]).astype(np.int32)
+    documents = source.documents
+    first, last = documents.starts[0], documents.starts[-1] + documents.lengths[-1]
+    starts = np.linspace(first, last - LENGTH - 1, ROWS).astype(int)
+    return np.stack([np.asarray(documents.tokens[s : s + LENGTH + 1]) for s in starts]).astype(np.int32)
 
 
 def main(folder: str) -> None:

@@ -45,7 +45,12 @@ class WeightFormat(abc.ABC):
         return ~jnp.stack([jnp.all(jnp.isfinite(kernel)), jnp.all(jnp.isfinite(dense))])
 
     def checked(self, kernel: Float[Array, "..."], contracted: tuple[int, ...]) -> tuple[Weight | Array, Array]:
-        """Return `encode` and `flaws`, for `refuse_flaws`."""
+        """Return `encode` and `flaws`, for `refuse_flaws`.
+
+        Args:
+          kernel: the model's matrix.
+          contracted: see `encode`.
+        """
         weight = self.encode(kernel, contracted)
         return weight, self.flaws(kernel, weight)
 

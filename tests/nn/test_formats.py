@@ -129,11 +129,11 @@ def test_zero_points_blocks_and_double_quantisation_are_those_of_numpy():
     np.testing.assert_allclose(got.dense(), want.reshape(KERNEL.shape), rtol=1e-6)
 
     plain, double = (FORMATS[n][0].encode(jnp.asarray(KERNEL), (-2,)) for n in ("nf4", "nf4_double"))
-    kept = double.scale.dense()
+    inner_scales = double.scale.dense()
     centred = np.asarray(plain.scale) - np.mean(plain.scale, axis=(1, 2), keepdims=True)
     inner = np.abs(centred).max((1, 2), keepdims=True) / np.float32(448)  # 32 scales, fewer than 256: one block
     want = (centred / inner).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * inner
-    np.testing.assert_allclose(kept, want + np.mean(plain.scale, axis=(1, 2), keepdims=True), rtol=1e-4)
+    np.testing.assert_allclose(inner_scales, want + np.mean(plain.scale, axis=(1, 2), keepdims=True), rtol=1e-4)
     assert sum(x.nbytes for x in jax.tree.leaves(double.scale)) == 2 * (32 + 4 + 4)
 
 

@@ -152,15 +152,15 @@ def numbers_of(name: str) -> NumberType:
     Raises:
       ConfigError: there is no such type.
     """
-    if found := re.fullmatch(r"(u?)int([1-8])", name):
-        bits = int(found[2])
-        half = 0 if found[1] else 2 ** (bits - 1)
-        if found[1] or bits > 1:
+    if match := re.fullmatch(r"(u?)int([1-8])", name):
+        bits = int(match[2])
+        half = 0 if match[1] else 2 ** (bits - 1)
+        if match[1] or bits > 1:
             return NumberType(name, bits, tuple(float((c ^ half) - half) for c in range(2**bits)))
     if name == "e8m0":
         return NumberType(name, 8, (*(float(np.float32(2.0) ** e) for e in range(-127, 128)), float("nan")))
-    if found := re.fullmatch(r"e([1-8])m([0-7])", name):
-        exponent, mantissa = int(found[1]), int(found[2])
+    if match := re.fullmatch(r"e([1-8])m([0-7])", name):
+        exponent, mantissa = int(match[1]), int(match[2])
         if exponent + mantissa <= 7:
             return NumberType(name, 1 + exponent + mantissa, _floats(exponent, mantissa), parts=(exponent, mantissa))
     if name in _NAMED:

@@ -216,8 +216,8 @@ class Stored(WeightFormat):
           scale: float32, one for each block; stored first, so that weights are rounded with what is stored.
           zero: whole numbers, likewise.
         """
-        kept, spread_scale = self._stored_scale(scale, kernel.shape, contracted)
-        x = kernel.astype(jnp.float32) / spread_scale
+        few, each = self._stored_scale(scale, kernel.shape, contracted)
+        x = kernel.astype(jnp.float32) / each
         zeros = None
         if zero is not None:
             zeros = StoredWeight.of(zero.astype(jnp.uint8), "uint8", -1)
@@ -231,13 +231,13 @@ class Stored(WeightFormat):
             codes = nearest(x, table, lead)
         else:
             codes = self._kind.encode(x)
-        return StoredWeight.of(codes, self._kind.name, axis, self.word, scale=kept, zero=zeros, table=table)
+        return StoredWeight.of(codes, self._kind.name, axis, self.word, scale=few, zero=zeros, table=table)
 
     def _stored_scale(self, scale: Array, shape: tuple[int, ...], contracted: tuple[int, ...]) -> tuple[Any, Array]:
         """Return scales as they are stored, and their float32 values for each weight."""
         if self.scale in FLOATS:
-            kept = scale.astype(self.scale)
-            return kept, spread(kept.astype(jnp.float32), shape)
+            few = scale.astype(self.scale)
+            return few, spread(few.astype(jnp.float32), shape)
         few = _few_bits(scale, self.scale, contracted)
         return few, spread(few.dense(), shape)
 
@@ -251,13 +251,13 @@ def _few_bits(scale: Array, how: str | Stored, contracted: tuple[int, ...]) -> S
     every = tuple(d - scale.ndim for d in sorted((*inputs, *outputs)))
     if how.group is not None:
         how = dataclasses.replace(how, group=nearest_block([scale.shape[d] for d in every], how.group))
-    kept = how.encode(scale, every)
+    few = how.encode(scale, every)
     if how.centred:
-        return kept
+        return few
     kind = numbers_of(how.numbers)
-    zero = dataclasses.replace(kept, scale=None).dense() == 0
-    codes = jnp.where(zero, kind.encode(jnp.float32(kind.smallest)), kept.unpacked())
-    return StoredWeight.of(codes, how.numbers, kept.axis, how.word, scale=kept.scale)
+    zero = dataclasses.replace(few, scale=None).dense() == 0
+    codes = jnp.where(zero, kind.encode(jnp.float32(kind.smallest)), few.unpacked())
+    return StoredWeight.of(codes, how.numbers, few.axis, how.word, scale=few.scale)
 
 
 def dimensions(rank: int, contracted: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

@@ -166,7 +166,7 @@ def _product(x, weight, axes, contracted, arithmetic):  # type: ignore[no-untype
 
 def _forward(x, weight, axes, contracted, arithmetic):  # type: ignore[no-untyped-def]
     y = _dot(x, weight, axes, contracted, arithmetic.dtype, arithmetic.forward, arithmetic.out_dtype)
-    return y, (x, weight)  # not the kernel, so that no dense copy is kept
+    return y, (x, weight)  # not the kernel, so that no dense copy is held
 
 
 def _dot(x, weight, axes, summed, dtype, numbers, out_dtype):  # type: ignore[no-untyped-def]

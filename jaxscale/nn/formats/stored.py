@@ -236,8 +236,8 @@ class Stored(WeightFormat):
     def _stored_scale(self, scale: Array, shape: tuple[int, ...], contracted: tuple[int, ...]) -> tuple[Any, Array]:
         """Return scales as they are stored, and their float32 values for each weight."""
         if self.scale in FLOATS:
-            few = scale.astype(self.scale)
-            return few, spread(few.astype(jnp.float32), shape)
+            floats = scale.astype(self.scale)
+            return floats, spread(floats.astype(jnp.float32), shape)
         few = _few_bits(scale, self.scale, contracted)
         return few, spread(few.dense(), shape)
 

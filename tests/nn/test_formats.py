@@ -251,25 +251,25 @@ def test_what_does_not_divide_is_refused_with_what_does():
 
 
 def test_settings_out_of_range_name_what_there_is():
-    for wrong, says in (
+    for wrong, message in (
         (dict(numbers="int9"), "no numbers 'int9'"), (dict(numbers="nf3"), "did you mean 'nf4'"),
         (dict(scale="float23"), "Stored.scale = 'float23'"), (dict(zeros=True), "need 'uint4'"),
         (dict(numbers="kmeans9"), "1 to 8 bits"), (dict(word="int8"), "'uint8' or 'uint32'"), (dict(group=0), "above"),
         (dict(outputs=True), "Stored.outputs = True"), (dict(scale=Stored("kmeans4")), "no tables of their own"),
     ):  # fmt: skip
-        with raises_saying(ConfigError, says):
+        with raises_saying(ConfigError, message):
             Stored(**wrong)
     assert GroupedIntegers(bits=8, group=4) == Stored("int8", group=4)
 
 
 def test_flawed_weights_are_refused_by_name_and_zeros_stay_zeros():
     one = info(64, 32)
-    for value, scale, says in (
+    for value, scale, message in (
         (np.nan, "float32", "NaN or infinite"), (np.inf, "float32", "NaN or infinite"),
         (1e8, "float16", "scales of float32"), (1e-12, "float16", "scales of float32"),
     ):  # fmt: skip
         kernel = jnp.asarray(KERNEL[0]).at[:, 3].set(value)
-        with raises_saying(CheckpointError, "mlp/up/kernel", says):
+        with raises_saying(CheckpointError, "mlp/up/kernel", message):
             Stored(scale=scale).encoded(kernel, one, None)
     zeros = jnp.asarray(KERNEL[0]).at[:, 3].set(0)
     for name in ("int4", "nvfp4", "mxfp8"):

@@ -147,12 +147,12 @@ def test_what_does_not_fit_is_refused(base):
     with raises_saying(ConfigError, "Stored.group = 12", "the nearest that does is 8"):
         check(config(base, adapters=Scales(GroupedIntegers(group=12))))
     check(config(base, adapters=Scales(GroupedIntegers(group=8))))
-    for wrong, says in (
+    for wrong, message in (
         (dict(bits=9), "no numbers 'int9'"),
         (dict(group=0), "group = 0"),
         (dict(group=2.0), "group = 2"),
     ):
-        with raises_saying(ConfigError, says):
+        with raises_saying(ConfigError, message):
             GroupedIntegers(**wrong)
     with raises_saying(ConfigError, "Scales.base must be Stored()"):
         Scales(base=None)

@@ -242,22 +242,22 @@ class Stored(WeightFormat):
         return few, spread(few.dense(), shape)
 
 
-def _few_bits(scale: Array, how: str | Stored, contracted: tuple[int, ...]) -> StoredWeight:
+def _few_bits(scale: Array, inner: str | Stored, contracted: tuple[int, ...]) -> StoredWeight:
     """Return scales in a type of few bits; the smallest ones do not become 0."""
-    if not isinstance(how, Stored):
-        kind = numbers_of(how)
-        return StoredWeight.of(kind.encode(jnp.maximum(scale, kind.smallest)), how, -1)
+    if not isinstance(inner, Stored):
+        kind = numbers_of(inner)
+        return StoredWeight.of(kind.encode(jnp.maximum(scale, kind.smallest)), inner, -1)
     _, inputs, outputs = dimensions(scale.ndim, contracted)
     every = tuple(d - scale.ndim for d in sorted((*inputs, *outputs)))
-    if how.group is not None:
-        how = dataclasses.replace(how, group=nearest_block([scale.shape[d] for d in every], how.group))
-    few = how.encode(scale, every)
-    if how.centred:
+    if inner.group is not None:
+        inner = dataclasses.replace(inner, group=nearest_block([scale.shape[d] for d in every], inner.group))
+    few = inner.encode(scale, every)
+    if inner.centred:
         return few
-    kind = numbers_of(how.numbers)
+    kind = numbers_of(inner.numbers)
     zero = dataclasses.replace(few, scale=None).dense() == 0
     codes = jnp.where(zero, kind.encode(jnp.float32(kind.smallest)), few.unpacked())
-    return StoredWeight.of(codes, how.numbers, few.axis, how.word, scale=few.scale)
+    return StoredWeight.of(codes, inner.numbers, few.axis, inner.word, scale=few.scale)
 
 
 def dimensions(rank: int, contracted: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

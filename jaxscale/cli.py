@@ -9,7 +9,7 @@ import logging
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxscale.commands import (
     annotate,
@@ -92,7 +92,10 @@ A configuration is a gin file; any binding in it can be changed from here:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that raises `ConfigError`, printed as one sentence with exit code 2."""
+    """An argument parser without abbreviations that raises `ConfigError`, printed as one sentence with exit code 2."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
         """Raise the message of argparse."""

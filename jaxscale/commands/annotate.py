@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from jaxscale.commands.shared import TEXT, accept_argument, import_argument, layout_arguments, layout_of, load
@@ -42,7 +41,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     from jaxscale.run import Run
 
     settings = load(None, argparse.Namespace(config=args.config, mesh=None, pipeline=None), bindings)
-    by = Run(Path(args.by))
+    by = Run(args.by)
     _ = by.info  # raises for a folder that is no run
     folder = annotate(settings, by, args.out, layout=layout_of(args), step=args.step, rows=args.rows)
     print(f"written to {folder}; read it with train.data = @annotated() and annotated.folder = '{folder}'")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from jaxscale.commands.shared import TEXT, accept_argument, continuing, import_argument, no_bindings
@@ -39,7 +38,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     from jaxscale.run import Run
     from jaxscale.step.rates import parameter_count
 
-    source = Run(Path(args.run))
+    source = Run(args.run)
     _ = source.info  # raises for a folder that is no run
     if source.config.adapters is None:
         print(f"jaxscale: {source.path} has no adapters; copying its parameters", file=sys.stderr)

@@ -73,7 +73,9 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
     """Train; returns the exit code."""
     began = time.time()
+    from jaxscale.data.prompts import Prompts
     from jaxscale.run import fit
+    from jaxscale.step.objectives.sampled import Sampled
     from jaxscale.train.fit import check_profile
 
     if args.resume == "" or args.run == "":
@@ -88,6 +90,11 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     config = load(args.resume and Path(args.resume) / "config.gin", args, bindings)
     if args.peers is not None:
         config = _with_peers(config, args.peers)
+    if args.resume and isinstance(config.objective, Sampled) and isinstance(config.data, Prompts):
+        raise ConfigError(
+            f"{args.resume} learns from its own samples; continue with jaxscale rl CONFIG --run {args.resume} "
+            "--continue, where CONFIG is the gin file with its rl.* settings"
+        )
     if args.dry_run:
         from jaxscale.plan import dry_run
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +22,21 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Int64
 
-from jaxscale.buckets import is_url
+from jaxscale.bucket_files import copied_folder
+from jaxscale.buckets import Bucket, BucketError, failure, is_url
 from jaxscale.config import register
 from jaxscale.data.batch import Batch, Corpus, Ordered, Source
+from jaxscale.data.cache import cache_folder
 from jaxscale.data.checked import Checked, digests_of
 from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.errors import DamagedFile, DataError, near
+from jaxscale.large_objects import upload
 from jaxscale.seals import DIGESTS, NEW, open_json, seal_json
 
 FORMAT = 1
 META = "meta.json"
 ADVICE = "write it with jaxscale annotate"
+EXISTS = "already exists; remove it, or write another with --out"
 
 
 @register(name="annotated")
@@ -41,7 +46,7 @@ class Annotated:
 
     Args:
       data: the corpus.
-      folder: the folder of the arrays.
+      folder: the folder of the arrays, or its URL in a bucket, which is copied to this machine's cache.
 
     Raises:
       DataError: `data` is not a corpus.
@@ -54,7 +59,6 @@ class Annotated:
     def __post_init__(self) -> None:
         if isinstance(self.data, type) or not hasattr(self.data, "source"):
             raise DataError(f"annotated.data must be a corpus such as preference_files(), not {self.data!r}")
-        check_folder(self.folder)
 
     def source(
         self,
@@ -67,7 +71,7 @@ class Annotated:
     ) -> Source:
         """Return the rows of the corpus with the arrays."""
         rows = self.data.source(tokenizer, seq_len=seq_len, split=split, packing=packing, cache=cache)
-        return AnnotatedRows(rows, Path(self.folder).expanduser(), split)
+        return AnnotatedRows(rows, on_disk(self.folder), split)
 
     def token_ids(self, tokenizer: Tokenizer | None) -> int | None:
         """Return the corpus's `token_ids`, if it has them.
@@ -78,17 +82,23 @@ class Annotated:
         return self.data.token_ids(tokenizer) if hasattr(self.data, "token_ids") else None
 
 
-def check_folder(folder: str | Path) -> None:
-    """Check that a folder of arrays is not in a bucket.
+def on_disk(folder: str | Path) -> Path:
+    """Return a folder of arrays, or of one in a bucket a copy on this machine, made at the first call.
 
     Args:
-      folder: the folder.
+      folder: the folder, or its URL.
 
     Raises:
-      DataError: it is a URL.
+      DataError: the bucket has no such folder, or cannot be read.
     """
-    if is_url(folder):
-        raise DataError(f"{folder} is in a bucket, and annotations are read from a disk; name a local folder")
+    if not is_url(folder):
+        return Path(folder).expanduser()
+    try:
+        return copied_folder(folder, ("*.bin", "*.digests", META))
+    except BucketError as e:
+        raise failure(DataError, e) from None
+    except OSError as e:
+        raise DataError(f"{folder} cannot be read ({e.strerror or e}); {ADVICE}") from None
 
 
 def annotated_by(corpus: object) -> dict[str, Any] | None:
@@ -100,7 +110,7 @@ def annotated_by(corpus: object) -> dict[str, Any] | None:
     Raises:
       DataError: the folder is missing or damaged.
     """
-    return read_meta(Path(corpus.folder).expanduser())["by"] if isinstance(corpus, Annotated) else None
+    return read_meta(on_disk(corpus.folder))["by"] if isinstance(corpus, Annotated) else None
 
 
 class AnnotatedRows:
@@ -182,16 +192,16 @@ def _open(folder: Path, stem: str, about: Mapping[str, Any], rows: int) -> Check
 
 
 def write_annotations(
-    folder: Path,
+    folder: str | Path,
     sources: Mapping[str, Source],
     arrays: Mapping[str, tuple[tuple[int, ...], str]],
     compute: Callable[[Source], Iterable[Batch]],
     about: Mapping[str, Any],
-) -> Path:
-    """Compute arrays for all rows of sources, and write them; nothing remains of a folder that was not finished.
+) -> str | Path:
+    """Compute arrays for all rows of sources, and write them; a folder that was not finished is not read.
 
     Args:
-      folder: the folder to write, which must not exist.
+      folder: the folder to write, or its URL in a bucket; it must not exist.
       sources: rows by split.
       arrays: shape of a row and dtype, by name.
       compute: yields the arrays of consecutive rows of a source, (rows, ...), until all were computed.
@@ -201,8 +211,11 @@ def write_annotations(
       DataError: the folder exists.
       OSError: it cannot be written.
     """
+    if is_url(folder):
+        return _written_to_bucket(folder, sources, arrays, compute, about)
+    folder = Path(folder).expanduser()
     if folder.exists():
-        raise DataError(f"{folder} already exists; remove it, or write another with --out")
+        raise DataError(f"{folder} {EXISTS}")
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(partial, ignore_errors=True)
@@ -229,6 +242,27 @@ def write_annotations(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def _written_to_bucket(url: str | Path, *args: Any) -> str:
+    """Write a folder in this machine's cache, and copy it into a bucket, `meta.json` last."""
+    bucket = Bucket(url)
+    try:
+        bucket.check()
+        if bucket.exists(META):
+            raise DataError(f"{bucket} {EXISTS}")
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_folder(), prefix=".upload-") as temporary:
+            made = Path(write_annotations(Path(temporary) / "arrays", *args))
+            for file in made.iterdir():
+                if file.name != META:
+                    upload(bucket, file.name, file)
+            bucket.write(META, (made / META).read_bytes(), new=True)
+    except FileExistsError:
+        raise DataError(f"{bucket} {EXISTS}") from None
+    except BucketError as e:
+        raise failure(DataError, e) from None
+    return str(url)
 
 
 def _sealed(file: Path, shape: tuple[int, ...], dtype: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxscale.data import Batch, Source
-from jaxscale.data.annotations import Annotated, check_folder, write_annotations
+from jaxscale.data.annotations import Annotated, write_annotations
 from jaxscale.data.loader import filled, weighted
 from jaxscale.errors import ConfigError
 from jaxscale.infer.forward import replicated
@@ -43,7 +43,7 @@ def annotate(
     step: int | None = None,
     rows: int = 8,
     say: Callable[[str], None] = print,
-) -> Path:
+) -> str | Path:
     """Compute what a config's objective reads of another model for all rows of its data, and write it to a folder.
 
     For `Distill.top = K` that are the model's K most likely tokens at each position with their log-probabilities, for
@@ -53,7 +53,7 @@ def annotate(
     Args:
       config: the settings of the run that will read them.
       by: the run of the other model: the teacher, or the reference.
-      folder: the folder to write; by default that of the config's `annotated` corpus.
+      folder: the folder to write, or its URL in a bucket; by default that of the config's `annotated` corpus.
       layout: of the other model; `None` is one device.
       step: of its checkpoint; by default the newest.
       rows: rows of a batch, rounded up to what the layout divides.
@@ -65,14 +65,13 @@ def annotate(
     Raises:
       ConfigError: the objective reads nothing of the kind, the folder is not known, the vocabularies differ, or `rows`
         is below 1.
-      DataError: the folder exists or is in a bucket, or the corpus cannot be read.
+      DataError: the folder exists or cannot be written, or the corpus cannot be read.
     """
     corpus = config.data
     if isinstance(corpus, Annotated):
         folder, corpus = folder or corpus.folder, corpus.data
     if folder is None:
         raise ConfigError("the config's train.data is not @annotated(), so name the folder to write with --out")
-    check_folder(folder)
     if rows < 1:
         raise ConfigError(f"rows = {rows}: a batch has at least 1 row")
     inputs = config.objective.inputs(config)
@@ -113,7 +112,7 @@ def annotate(
 
     arrays = {n: (inputs[n].shape, inputs[n].dtype) for n in names}
     about: dict[str, Any] = {"run": by.info.get("id"), "path": str(by.path), "step": loaded.step}
-    return write_annotations(Path(folder).expanduser(), sources, arrays, compute, {"by": about})
+    return write_annotations(folder, sources, arrays, compute, {"by": about})
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -401,13 +401,19 @@ def order_of(model: object, seq_len: int) -> Int[np.ndarray, "s"] | None:
     return model.order(seq_len) if isinstance(model, ReordersTokens) else None
 
 
-def arrange(tree: Tree, order: Int[np.ndarray, "s"]) -> Tree:
-    """Reorder the columns of every array of `tree`, (B, S) or (B, S, E); arrays (B,) are unchanged."""
+def arrange(tree: Tree, order: Int[np.ndarray, "s"], *axes: str) -> Tree:
+    """Reorder the columns of every array of `tree`, (B, S) or (B, S, ...); arrays (B,) are unchanged.
+
+    Args:
+      tree: a tree of arrays.
+      order: for each new column the old one.
+      *axes: logical axes of the dimensions after S, such as "embed"; by default they have none.
+    """
 
     def one(x: Array) -> Array:
         if x.ndim < 2:
             return x
-        return constrain(reordered(x), "batch", "seq", *(("embed",) if x.ndim == 3 else ()))
+        return constrain(reordered(x), "batch", "seq", *(axes or (None,) * (x.ndim - 2)))
 
     def reordered(x: Array) -> Array:
         if not jax.sharding.get_abstract_mesh().manual_axes:

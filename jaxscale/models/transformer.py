@@ -111,7 +111,7 @@ class Transformer(nnx.Module):
         context = self.context(tokens.shape[1], positions=positions, order=order, **inputs)
         x, stats = self.layers(self.begin(tokens, positions, order, packed=cache is not None), context, cache=cache)
         x = self.finish(x)
-        return (x if order is None or arranged else arrange(x, np.argsort(order))), stats
+        return (x if order is None or arranged else arrange(x, np.argsort(order), "embed")), stats
 
     # The parts of `hidden`, which pipeline stages call one by one.
 

@@ -40,6 +40,7 @@ class Collective:
       times: how often a step runs it, all iterations of loops counted.
       certain: False in a loop whose length cannot be read and in a branch; `times` then counts one iteration of such
         a loop, and every branch once.
+      share: fraction of the steps that run it, where a named scope says so (see `share_of_updates`).
       ring: "all-gather" or "reduce-scatter" for a permute of a ring that the compiler made of one; else "".
       name: the operation it came from, as JAX names it.
       source: "file:line" of the model or step that caused it; "" where the compiler does not say.
@@ -54,6 +55,7 @@ class Collective:
     payload: int
     times: int = 1
     certain: bool = True
+    share: float = 1.0
     ring: str = ""
     name: str = ""
     source: str = ""
@@ -62,9 +64,9 @@ class Collective:
 
     @property
     def sent(self) -> int:
-        """Bytes that each device sends in a step, `times` included, by the ring algorithms (Patarasuk & Yuan 2009)."""
-        share = {"collective-permute": 1.0, "all-reduce": 2 * (self.devices - 1) / self.devices}
-        return round(self.payload * self.times * share.get(self.kind, (self.devices - 1) / self.devices))
+        """Bytes that each device sends in a step on average, by the ring algorithms (Patarasuk & Yuan 2009)."""
+        part = {"collective-permute": 1.0, "all-reduce": 2 * (self.devices - 1) / self.devices}
+        return round(self.payload * self.times * self.share * part.get(self.kind, (self.devices - 1) / self.devices))
 
 
 def collectives(
@@ -208,6 +210,7 @@ class Program:
             payload,
             times,
             certain,
+            1.0,
             ring,
             name[1] if name else "",
             self.source(line) or (self.source(named) if named else "") or self.source(caller),

@@ -15,6 +15,7 @@ from jaxscale.plan.compile import lower_step
 from jaxscale.step import TrainConfig, blueprint_of, model_flops
 from jaxscale.step.prepare import check_ids
 from jaxscale.step.rates import examples, parameter_count
+from jaxscale.step.start import Start
 from jaxscale.units import human_bytes
 
 
@@ -32,6 +33,8 @@ class DryRun:
       flops: FLOPs of a step's matrix products over all devices, by the model's formula; `None` for a model without one.
       parameter_bytes: bytes of parameters per device.
       state_bytes: bytes of the training state per device, parameters included.
+      data: name of the corpus.
+      models: where frozen or first parameters are from, by "start" and "teacher".
       operations: lines of the lowered program.
       seconds: seconds that tracing and lowering took.
     """
@@ -45,6 +48,8 @@ class DryRun:
     flops: int | None
     parameter_bytes: int
     state_bytes: int
+    data: str
+    models: dict[str, str]
     operations: int
     seconds: float
 
@@ -60,7 +65,8 @@ class DryRun:
             if self.flops is None
             else f"{self.flops:.3g} FLOPs of products, over all devices",
             "state": state,
-            "data": "not opened; errors of files, splits and lengths appear when training starts",
+            **self.models,
+            "data": f"{self.data}, not opened; errors of files, splits and lengths appear when training starts",
             "program": f"{self.operations:,} lines, traced and lowered in {self.seconds:.1f} s; not compiled",
         }
         return "\n".join(f"{name:8} {text}" for name, text in rows.items())
@@ -76,12 +82,13 @@ def dry_run(config: TrainConfig) -> DryRun:
       LayoutError, ConfigError, DataError: the run cannot be trained; the message names what does not fit.
     """
     check_ids(config)
-    start, (unit, count) = time.perf_counter(), examples(config)
+    began, (unit, count) = time.perf_counter(), examples(config)
     lowered = lower_step(config)
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - began
     layout = config.layout if config.layout is None else config.layout.abstract()
     blueprint, _ = blueprint_of(dataclasses.replace(config, layout=layout))
     params = blueprint.algorithm.infos(blueprint)["params"]
+    starts = {"start": config.start, "teacher": config.objective.teacher}
     return DryRun(
         layout=str(layout) if layout else "no layout",
         devices=layout.devices if layout else 1,
@@ -94,9 +101,16 @@ def dry_run(config: TrainConfig) -> DryRun:
             row.bytes_per_device for tree in (params, blueprint.frozen) for row in describe(tree, layout)
         ),
         state_bytes=_bytes_per_device(blueprint.abstract_state(), blueprint.shardings()),
+        data=config.data.name,
+        models={name: _where(start) for name, start in starts.items() if start is not None},
         operations=lowered.as_text().count("\n"),
         seconds=seconds,
     )
+
+
+def _where(start: Start) -> str:
+    """Return the checkpoint that parameters are from."""
+    return f"step {start.settled().step} of {start.path}"
 
 
 def _bytes_per_device(arrays: Tree, shardings: Tree) -> int:

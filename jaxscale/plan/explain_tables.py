@@ -119,7 +119,7 @@ def traffic_table(groups: Sequence[Traffic]) -> Table:
     for column in table.columns[1:2] + table.columns[4:]:
         column.justify, column.overflow = "left", "fold"
     for t in groups[:LINES]:
-        times = f"{t.times}" if t.certain else f"{t.times}, depends on data"
+        times = f"{round(t.times, 3):.10g}" if t.certain else f"{t.times:.10g}, depends on data"
         table.add_row(
             t.kind, " ".join(t.axes), human_bytes(t.sent), times, t.module, t.stage, t.loop, t.source or "the compiler"
         )

@@ -329,7 +329,9 @@ class Walk:
         """Count collectives once for each execution of the jaxpr."""
         self.record.sent += tuple(collectives)
         if collectives:
-            fields: dict[str, Any] = dict(name=scopes, times=max(1, round(self.times)), certain=self.certain)
+            share = min(1.0, self.times)  # below 1 in a branch that only some steps take
+            fields: dict[str, Any] = dict(name=scopes, times=max(1, round(self.times)), share=share)
+            fields |= dict(certain=self.certain)
             if eqn is not None:
                 fields |= dict(name=f"{scopes}/{eqn.primitive.name}", source=source_line(eqn, PLUMBING))
             self.collectives += [dataclasses.replace(c, **fields) for c in collectives]

@@ -18,7 +18,7 @@ from jaxscale.hardware import Topology, topology
 from jaxscale.layout import Layout
 from jaxscale.layout.mesh import parse_mesh
 from jaxscale.plan.by_tracing import traced_plan, with_traced_memory
-from jaxscale.plan.collectives import collectives
+from jaxscale.plan.collectives import Collective, collectives
 from jaxscale.plan.communication import partition, sized
 from jaxscale.plan.compile import bytes_needed, bytes_of, compile_step
 from jaxscale.plan.covered import NotCovered, check_attention, covered
@@ -28,6 +28,7 @@ from jaxscale.plan.partition import Partitioned
 from jaxscale.plan.printing import Printable
 from jaxscale.plan.restarts import Restarts, best_interval, slowdown
 from jaxscale.plan.roofline import StepTime, Work, step_time
+from jaxscale.plan.scopes import share_in
 from jaxscale.plan.slow_links import simulated_notes, wire_notes
 from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.waterfall import step_terms
@@ -390,8 +391,14 @@ def _compiled(config: TrainConfig, target: Topology, work: Work) -> Compiled:
     except jax.errors.JaxRuntimeError as e:
         return Compiled(bytes_needed(e), None, time.perf_counter() - began)
     seconds = time.perf_counter() - began
-    sent = tuple(collectives(program, work.sizes, work.crosses))
+    sent = tuple(map(_averaged, collectives(program, work.sizes, work.crosses)))
     return Compiled(bytes_of(program), step_time(dataclasses.replace(work, collectives=sent), target), seconds)
+
+
+def _averaged(c: Collective) -> Collective:
+    """Return a collective of a compiled program with the share of steps that its named scopes state."""
+    share = None if c.certain else share_in(c.name.split("/"))
+    return c if share is None else dataclasses.replace(c, share=share, certain=True)
 
 
 def _branches(work: Work) -> Iterator[str]:

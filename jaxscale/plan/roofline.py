@@ -249,15 +249,15 @@ def _seconds(c: Collective, chip: Chip, link: Link, speed: float) -> float:
     share = _share(chip, link.name, "link")
     dims = max(1, round(ways)) if torus else 1
     side = c.devices ** (1 / dims)
-    own = link.bandwidth * share
+    own, times = link.bandwidth * share, c.times * c.share
     if c.kind == "collective-permute":
-        return c.times * (c.payload / (own / 2 if torus else own) + link.latency)
+        return times * (c.payload / (own / 2 if torus else own) + link.latency)
     if c.kind == "all-to-all":
-        bandwidth = c.payload * side / 4 / (own * min(1.0, ways / dims)) if torus else c.sent / c.times / own
-        return c.times * (bandwidth + link.latency * (dims * side / 2 if torus else 1))
+        bandwidth = c.payload * side / 4 / (own * min(1.0, ways / dims)) if torus else c.sent / max(times, 1e-12) / own
+        return times * (bandwidth + link.latency * (dims * side / 2 if torus else 1))
     hops = dims * side / 2 if torus else max(1.0, c.devices / ways) - 1
     rounds = 2 if c.kind == "all-reduce" else 1
-    return c.sent / (speed * share) + c.times * rounds * hops * link.latency
+    return c.sent / (speed * share) + times * rounds * hops * link.latency
 
 
 def _traffic(work: Work, topology: Topology, beside: Mapping[str, float]) -> tuple[Traffic, ...]:

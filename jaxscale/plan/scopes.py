@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from jax.extend import core
 
@@ -42,12 +43,21 @@ def scopes_of(name: str) -> str:
 def share_of_updates(jaxpr: core.Jaxpr) -> float | None:
     """Return the fraction of a run's updates that take a branch, or `None` if its named scopes do not tell.
 
-    The scope "every_10_updates" marks what an optimizer does every 10 updates, "first_update" what it does once.
+    The scope "every_10_updates" marks what an optimizer or an algorithm does every 10 updates, "first_update" what it
+    does once.
 
     Args:
       jaxpr: the branch's jaxpr.
     """
-    names = {part for eqn in jaxpr.eqns for part in str(eqn.source_info.name_stack).split("/")}
+    return share_in({part for eqn in jaxpr.eqns for part in str(eqn.source_info.name_stack).split("/")})
+
+
+def share_in(names: Collection[str]) -> float | None:
+    """Return the fraction of a run's updates that take a branch with these named scopes, as `share_of_updates`.
+
+    Args:
+      names: the scopes.
+    """
     if "first_update" in names:
         return 0.0
     every = next((m for m in map(re.compile(r"every_(\d+)_updates").fullmatch, sorted(names)) if m), None)

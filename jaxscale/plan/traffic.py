@@ -24,7 +24,7 @@ class Traffic:
       stage: "forward", "recomputed", "backward" or "other".
       source: "file:line", relative to the current folder.
       instructions: number of instructions in the program.
-      times: number of executions in a step, all instructions together.
+      times: number of executions in a step on average, all instructions together.
       payload: bytes that they move in all executions.
       sent: bytes that each device sends in all executions.
       certain: whether `times` is certain (see `Collective`).
@@ -37,7 +37,7 @@ class Traffic:
     stage: str
     source: str
     instructions: int
-    times: int
+    times: float
     payload: int
     sent: int
     certain: bool
@@ -52,7 +52,7 @@ def traffic(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
         groups.setdefault(key, []).append(c)
     rows = []
     for (kind, *axes, module, loop, stage, source), of in groups.items():
-        times, payload = sum(c.times for c in of), sum(c.payload * c.times for c in of)
+        times, payload = sum(c.times * c.share for c in of), round(sum(c.payload * c.times * c.share for c in of))
         sent, certain = sum(c.sent for c in of), all(c.certain for c in of)
         rows.append(Traffic(kind, tuple(axes), module, loop, stage, source, len(of), times, payload, sent, certain))
     return tuple(sorted(rows, key=lambda t: -t.sent))

@@ -21,9 +21,9 @@ from jaxscale.models.base import vocab_of
 from jaxscale.step.backprop import make_loss_and_grads, make_step
 from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.config import TrainConfig
-from jaxscale.step.objective import NextToken, Objective
+from jaxscale.step.objective import Input, NextToken, Objective
 from jaxscale.step.state import Blueprint, TrainState
-from jaxscale.step.step import batch_sharding, jit_step
+from jaxscale.step.step import batch_shardings, jit_step
 from jaxscale.testing.compare import TOLERANCE, Agreement, differences, global_norm
 from jaxscale.testing.params import random_params
 
@@ -80,7 +80,7 @@ def compare_layouts(
     Args:
       model: the model to train.
       layouts: the layouts; simulated devices suffice.
-      batch: (B, S) arrays by the keys of `jaxscale.data.Batch`, the same at every step; by default a `random_batch`.
+      batch: arrays (B, ...) by the names of `objective.inputs`, the same at every step; by default a `random_batch`.
       accumulate: number of micro-batches of a step.
       objective: what to minimise.
       steps: number of steps.
@@ -146,9 +146,12 @@ def train(
     setup = build(model, layout, remembering_sgd(), clip_norm=clip_norm, objective=objective)
     with in_force(layout):
         loss_and_grads = make_loss_and_grads(setup.blueprint, accumulate=accumulate, objective=objective)
-        sharding = batch_sharding(layout, *batch["tokens"].shape)
-        step: Any = jit_step(make_step(loss_and_grads, setup.blueprint.tx), setup.blueprint, sharding)
-        on_devices = batch if layout is None else {k: lay(x, sharding) for k, x in batch.items()}
+        axes = {k: setup.blueprint.axes_of(k, x.ndim - 1) for k, x in batch.items()}
+        inputs = {k: Input(x.shape[1:], str(x.dtype), axes[k]) for k, x in batch.items()}
+        shardings: Any = batch_shardings(layout, inputs, len(next(iter(batch.values()))))
+        placed = None if layout is None else shardings
+        step: Any = jit_step(make_step(loss_and_grads, setup.blueprint.tx), setup.blueprint, placed)
+        on_devices = batch if layout is None else {k: lay(x, shardings[k]) for k, x in batch.items()}
         step = step.lower(setup.state, on_devices).compile(QUICKLY)
         state, gradients, seen, reports = setup.state, None, [], []
         for _ in range(steps):

@@ -22,9 +22,10 @@ from jaxscale.models import TransformerConfig
 from jaxscale.nn import GELU, LayerNorm, MixtureOfExperts, QKNorm
 from jaxscale.nn.norms import UnitOffsetRMSNorm
 from jaxscale.optim import SOAP, Adafactor, AdamW8bit, EightBit, ScheduleFreeAdamW
-from jaxscale.step import LocalSteps, WeightEMA
+from jaxscale.step import Distill, LocalSteps, WeightEMA
 from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.state import describe_model
+from jaxscale.train import FromRun
 from jaxscale.train.checkpoints import flatten
 from tests.truth.errors import raises_saying
 
@@ -239,6 +240,24 @@ def test_factored_state_is_refused_and_weights_grow_alone(tmp_path):
     with raises_saying(ConfigError, "without an axis for layers", "--weights-only"):
         grow(run, tmp_path / "deep", layers=4)
     assert grow(run, tmp_path / "deep", layers=4, weights_only=True).last_step() == 0
+
+
+def test_an_abbreviated_option_is_refused_with_the_whole_one(tmp_path, capsys):
+    assert main(["grow", "runs/small", "--layer", "12", "--out", str(tmp_path / "x")]) == 2
+    error = capsys.readouterr().err
+    assert "unrecognized arguments: --layer 12" in error and "--layers" in error
+
+
+@LONG
+def test_a_grown_run_continues_with_its_teacher(tmp_path):
+    teacher = js.fit(model=MODEL, run=tmp_path / "teacher", quiet=True, **SETTINGS | {"steps": 1})
+    objective = Distill(FromRun(str(teacher.path)))
+    student = js.fit(model=MODEL, objective=objective, run=tmp_path / "student", quiet=True, **SETTINGS | {"steps": 2})
+    deep = grow(student, tmp_path / "deep", layers=4, method="identity")
+    assert deep.info["teacher"]["run"] == str(teacher.path)
+    longer = js.fit(run=tmp_path / "deep", resume=True, steps=3, quiet=True)
+    same = js.fit(run=tmp_path / "student", resume=True, steps=3, quiet=True)
+    assert longer.metrics()[0]["divergence"] == pytest.approx(same.metrics()[2]["divergence"], rel=1e-5)
 
 
 def test_the_command_writes_a_run_that_its_advice_continues(small, tmp_path, capsys):

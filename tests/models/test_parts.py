@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 from flax import nnx
 
 from jaxscale.errors import ConfigError, LayoutError
+from jaxscale.layout import Layout
+from jaxscale.layout.rules import preset
 from jaxscale.models import TransformerConfig
+from jaxscale.models.base import arrange
 from jaxscale.step import describe_model
 from tests.truth.errors import raises_saying
 
@@ -53,3 +60,13 @@ def test_an_attention_kernel_is_used_unchanged():
     model = config.make(nnx.Rngs(0))
     jax.eval_shape(lambda t: model.hidden(t), jnp.zeros((2, 8), jnp.int32))
     assert seen == [["causal", "positions", "scale", "segment_ids", "softcap", "window"]]
+
+
+def test_arranged_arrays_are_sharded_by_the_names_of_their_own_dimensions():
+    rules = dataclasses.replace(preset("fsdp_tensor"), activations={"batch": "data", "embed": "tensor"})
+    order, x = np.array([2, 0, 1]), np.arange(2 * 3 * 5.0).reshape(2, 3, 5)
+    with Layout("data=2,tensor=2", rules):
+        arranged = jax.jit(lambda x: arrange({"top": x, "rows": x[:, 0, 0]}, order))(x)
+        np.testing.assert_array_equal(arranged["top"], x[:, order])
+        with pytest.raises(LayoutError, match="embed"):  # five do not divide, and the name says that they must
+            jax.jit(lambda x: arrange(x, order, "embed"))(x)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import jaxscale as js
-from jaxscale.errors import ConfigError, RunError
+from jaxscale.cli import main
+from jaxscale.errors import ConfigError, DataError, RunError
 from jaxscale.infer.sampling import Sampling
 from jaxscale.models import TransformerConfig
 from jaxscale.rl import ArithmeticReward, RLConfig, Sample
@@ -133,6 +134,15 @@ def test_a_tool_that_fails_skips_the_step(answer, message):
     with pytest.raises(RewardError, match=f"the tool <lambda> {message}"):
         run(own=own, folder="one")
     assert read_skips(js.load("one").path / "skipped.jsonl")[0]["step"] == 1
+
+
+@pytest.mark.long
+def test_training_without_samples_names_the_command_that_makes_them(capsys):
+    run(dataclasses.replace(CONFIG, steps=1), folder="one")
+    assert main(["train", "--resume", "one", "--gin.train.steps=2"]) == 2
+    assert "continue with jaxscale rl CONFIG --run one --continue" in capsys.readouterr().err
+    with pytest.raises(DataError, match="needs an array 'logprobs'.* jaxscale rl CONFIG --run RUN --continue"):
+        js.fit(CONFIG, run="two", quiet=True)
 
 
 def test_a_text_is_not_a_list_of_prompts():

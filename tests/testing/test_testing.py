@@ -15,7 +15,7 @@ from experiments.bring_your_own.vit import ViT
 from jaxscale.layout import Layout
 from jaxscale.models import Learned, Transformer, TransformerConfig
 from jaxscale.nn import Bidirectional, MixtureOfExperts, MultiHead
-from jaxscale.step import NextToken
+from jaxscale.step import Distill, NextToken
 from jaxscale.testing import (
     Agreement,
     check_mixer,
@@ -24,6 +24,7 @@ from jaxscale.testing import (
     compare_op,
     compare_optimizer,
     differences,
+    random_batch,
 )
 from tests.truth.runs import Bigram
 
@@ -114,6 +115,15 @@ def test_a_mixer_that_mixes_documents_is_reported(wrong, message):
 
     with pytest.raises(AssertionError, match=f"^Wrong: .*{message}"):
         check_mixer(Wrong())
+
+
+def test_layouts_are_compared_on_arrays_of_other_shapes():
+    random = np.random.default_rng(0)
+    batch = random_batch(32)
+    ids = np.argsort(random.random((8, 16, 32)), axis=2)[..., :3].astype(np.int32)
+    logprobs = np.log(random.dirichlet(np.ones(4), (8, 16))[..., :3]).astype(np.float32)
+    cached = {**batch, "teacher_ids": ids, "teacher_logprobs": logprobs}
+    compare_layouts(TINY, [Layout("data=2,tensor=2")], batch=cached, objective=Distill(top=3)).check()
 
 
 @pytest.mark.parametrize(

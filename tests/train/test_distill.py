@@ -242,10 +242,6 @@ def test_rows_of_other_settings_are_refused(teacher, tmp_path):
         annotate(config, teacher)
     with raises_saying(ConfigError, "rows = 0"):
         annotate(config, teacher, tmp_path / "b", rows=0)
-    with raises_saying(DataError, "gs://b/c is in a bucket", "name a local folder"):
-        annotate(config, teacher, "gs://b/c")
-    with raises_saying(DataError, "s3://b/c is in a bucket"):
-        annotated(CORPUS, "s3://b/c")
     mixed = js.data.mixture(((CORPUS, 1.0), (js.data.synthetic(VOCAB, documents=50, length=12, seed=3), 1.0)))
     with raises_saying(DataError, "annotate the corpora"):
         annotated(mixed, str(tmp_path / "a")).source(None, seq_len=12, split="train")
@@ -279,7 +275,7 @@ def test_what_does_not_fit_is_refused(teacher, tmp_path):
         js.step.prepare(settled(staged))
 
 
-def test_from_names_the_start_and_leaves_the_teacher(teacher, tmp_path, monkeypatch):
+def test_from_names_the_start_and_leaves_the_teacher(teacher, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     base = js.fit(model=STUDENT, layout=None, steps=1, run=tmp_path / "base", **ROWS, **QUIET)
     (tmp_path / "c.gin").write_text(f"""
@@ -296,6 +292,10 @@ train.eval_batches = 0
 train.segments = False
 train.steps = 1
 """)
+    assert main(["train", "c.gin", "--from", str(base.path), "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    assert f"start    step 1 of {base.path}" in output and f"teacher  step 30 of {teacher.path}" in output
+    assert "data     synthetic, not opened" in output
     assert main(["train", "c.gin", "--from", str(base.path), "--run", "r"]) == 0
     info = js.load(tmp_path / "r").info
     assert (info["start"]["run"], info["teacher"]["run"]) == (str(base.path), str(teacher.path))

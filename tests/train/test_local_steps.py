@@ -19,7 +19,20 @@ from jaxscale.nn import RingAttention, dot_product_attention
 from jaxscale.optim import AdamW8bit, EightBit, ScheduleFreeSGD
 from jaxscale.plan import plan_for
 from jaxscale.plan.collectives import collectives
-from jaxscale.step import Backprop, LocalSteps, LoRA, NextToken, TrainConfig, WeightEMA, blueprint_of, check, prepare
+from jaxscale.plan.communication import predict
+from jaxscale.step import (
+    CO2,
+    Backprop,
+    DiLoCo,
+    LocalSteps,
+    LoRA,
+    NextToken,
+    TrainConfig,
+    WeightEMA,
+    blueprint_of,
+    check,
+    prepare,
+)
 from jaxscale.step.guards import FingerprintGuard, FiniteGuard
 from jaxscale.train.elastic import Elastic
 from jaxscale.train.skips import SKIPS
@@ -148,15 +161,26 @@ def test_between_averagings_nothing_but_numbers_crosses_replica():
     sent = [c for c in collectives(program, layout.sizes) if "replica" in c.axes]
     averaging = [c for c in sent if "average_copies" in c.name]
     assert all(not c.certain for c in averaging), "under a branch that need not be taken"
+    assert all("every_3_updates" in c.name for c in averaging), "which the planner reads"
     assert sum(c.payload for c in averaging) == 2 * 32 * 8 * 4 // 4  # both tables, cut by tensor and by data (zero1)
     assert sent != averaging and all(c.payload <= 32 for c in sent if c not in averaging)
 
 
 @pytest.mark.tpu_aot
-def test_a_plan_is_of_the_compiled_step_and_says_that_not_every_step_averages():
+def test_a_plan_is_of_the_compiled_step_and_counts_the_steps_that_average():
     plan = plan_for(config(layout=Layout("replica=2,data=2")), "v5e:2x2")
     assert any(n.startswith("no formula covers FLOPs and memory of LocalSteps") for n in plan.notes)
-    assert "collectives over replica that only some steps execute are counted in every step" in plan.notes
+    assert not any("that only some steps execute" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("algorithm", [LOCAL, DiLoCo(replicas=2, every=4), CO2(replicas=2, every=4)], ids=str)
+def test_the_planner_counts_what_only_some_steps_send_as_often_as_it_is_sent(algorithm):
+    one = config(layout=Layout("replica=2,data=2"), algorithm=algorithm, steps=8)
+    sent, every = (predict(one, "v5p:2x2x1", every_branch=b) for b in (False, True))
+    ours, theirs = ([c for c in cs if "average_copies" in c.name] for cs in (sent, every))
+    assert ours and all(c.share == 1 / algorithm.every and c.certain for c in ours)
+    assert sum(c.sent for c in ours) == pytest.approx(sum(c.sent for c in theirs) / algorithm.every, abs=len(ours))
+    assert all(c.share == 1 for c in sent if "average_copies" not in c.name)
 
 
 def test_a_run_keeps_every_replica_and_goes_on_on_another_mesh(tmp_path):

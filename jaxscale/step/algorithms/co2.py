@@ -103,6 +103,7 @@ class CO2(LocalReplicas):
         local = self.local_step(blueprint, objective, accumulate=accumulate, schedule=schedule, guards=guards)
         wide = wide_infos(blueprint)
 
+        @jax.named_scope(f"every_{self.every}_updates")
         def receive(extra: dict[str, Tree]) -> dict[str, Tree]:
             with jax.named_scope("average_copies"):
                 mean, errors = self.wire.mean(extra["sent"], extra["wire"], wide, blueprint.layout)
@@ -113,6 +114,7 @@ class CO2(LocalReplicas):
 
             return {**extra, "momentum": jax.tree.map(moved, extra["momentum"], mean), "wire": errors}
 
+        @jax.named_scope(f"every_{self.every}_updates")
         def end(params: Tree, extra: dict[str, Tree]) -> tuple[Tree, dict[str, Tree]]:
             sent = jax.tree.map(lambda o, x: o[None] - x.astype(jnp.float32), extra["outer"], params)
             outer = jax.tree.map(lambda o, m: o - self.outer_lr * m, extra["outer"], extra["momentum"])

@@ -161,6 +161,7 @@ class DiLoCo(LocalReplicas):
         for p, fragment in enumerate(self._parts(blueprint)):
             infos, key = fragment.infos(wide), str(p)
 
+            @jax.named_scope(f"every_{self.every}_updates")
             def exchange(
                 extra: dict[str, Any], fragment: Fragment = fragment, infos: Tree = infos, key: str = key
             ) -> dict[str, Tree]:
@@ -184,6 +185,7 @@ class DiLoCo(LocalReplicas):
         wide, params = wide_infos(blueprint), state.params
         for p, fragment in enumerate(self._parts(blueprint)):
 
+            @jax.named_scope(f"every_{self.every}_updates")
             def merge(params: Tree, fragment: Fragment = fragment) -> Tree:
                 mine, outer = fragment.take(params, wide, lead=1), fragment.take(state.extra["outer"], wide)
 

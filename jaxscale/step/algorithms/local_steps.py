@@ -57,7 +57,8 @@ class LocalSteps(LocalReplicas):
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             state, metrics = local(state, batch)
-            params = jax.lax.cond(state.step % self.every == 0, average_copies, lambda params: params, state.params)
+            average = jax.named_scope(f"every_{self.every}_updates")(average_copies)
+            params = jax.lax.cond(state.step % self.every == 0, average, lambda params: params, state.params)
             return state.replace(params=params), metrics
 
         return step

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -16,6 +18,10 @@ GAPS = np.logspace(-8, 1, 145).astype(np.float32)
 """Gaps between log-probabilities are counted in classes, 16 for each power of ten, so that micro-batches add up."""
 
 
+SAMPLE = "jaxscale rl CONFIG computes it, and goes on with a run as jaxscale rl CONFIG --run RUN --continue"
+"""What to do if the data has no samples."""
+
+
 class Sampled:
     """Base of objectives on samples of the model itself, beside `Objective`; it reports `gap_metrics`."""
 
@@ -25,6 +31,7 @@ class Sampled:
     """Fewest completions of a prompt that have advantages."""
     learns_rewards: bool = True
     """Whether the objective needs rewards; else they are only reported."""
+    advice: ClassVar[Mapping[str, str]] = MappingProxyType({"logprobs": SAMPLE, "advantages": SAMPLE})
 
     def advantages(
         self, rewards: Float[np.ndarray, "p g"], greedy: Float[np.ndarray, " p"] | None = None

@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--widen",
         action="store_true",
-        help="import quantised weights (fp8, GPTQ, AWQ ...) as the values they stand for",
+        help="import quantised weights as the values they stand for (default: as they are)",
     )
     parser.add_argument(
         "--check", action="store_true", help="compare float32 logits with transformers, which must be installed"

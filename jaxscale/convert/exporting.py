@@ -17,11 +17,14 @@ from jaxscale.errors import CheckpointError, RunError, near
 from jaxscale.interop import FAMILIES, Family, copy_companions, family_for, same_model
 from jaxscale.interop.companions import CONFIG, GENERATION
 from jaxscale.interop.fields import Fields
-from jaxscale.interop.maps import Region
+from jaxscale.interop.kept import FACTS, Keep, tensors_as_kept
+from jaxscale.interop.maps import Bound, Region
 from jaxscale.interop.pretrained import PRECISIONS
-from jaxscale.interop.stored import FIELD
-from jaxscale.interop.write import write_tensors
+from jaxscale.interop.stored import FIELD, layout_of
+from jaxscale.interop.stored.layout import Kind
+from jaxscale.interop.write import Written, plain_tensors, write_tensors
 from jaxscale.models import Learned, TransformerConfig
+from jaxscale.nn.formats import ByName, Stored
 from jaxscale.run import Run
 from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.state import describe_model
@@ -45,6 +48,7 @@ def export_checkpoint(
     step: int | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
+    kept: bool = False,
     say: Callable[[str], None] = log.warning,
 ) -> Path:
     """Write a run's parameters as a Hugging Face folder, which `transformers` and others read.
@@ -62,6 +66,8 @@ def export_checkpoint(
       step: the checkpoint's step; the newest by default.
       dtype: dtype of the output, "bfloat16" or "float32"; by default the parameters'.
       shard_bytes: most bytes of a safetensors file.
+      kept: write quantised weights that an import kept in the layout that they came in, bit for bit; by default as
+        plain arrays.
       say: prints a line.
 
     Returns:
@@ -78,17 +84,17 @@ def export_checkpoint(
     imported = run.imported
     model = dataclasses.replace(model, param_dtype=dtype or model.param_dtype)
     bound = chosen.bind(model)
-    arrays = Blocks(run, step)
+    sources = _as_kept(run, step, bound) if kept else plain_tensors(bound, Blocks(run, step).read)
     written = run.checkpoints.manifest(step).get("time")  # a step may be written again
-    mark = json.dumps([run.info.get("id"), step, written, chosen.model_type, model.param_dtype, shard_bytes])
+    mark = json.dumps([run.info.get("id"), step, written, chosen.model_type, model.param_dtype, shard_bytes, kept])
     _claim(out, mark, say)
     try:
-        write_tensors(bound, arrays.read, out, shard_bytes)
+        write_tensors(sources, out, shard_bytes)
         if imported is not None:
             copy_companions(imported.folder, out, but=(CONFIG,))
         else:
             _write_companions(run, out, say)
-        about = _config(chosen, model, source, length, run)
+        about = source if kept else _config(chosen, model, source, length, run)
         write_text(out / CONFIG, json.dumps(about, indent=2) + "\n")
         (out / _UNFINISHED).unlink()
         upload(out)
@@ -97,6 +103,27 @@ def export_checkpoint(
             f"{out} could not be written: {e.strerror or e}; start the export again to continue it"
         ) from e
     return out
+
+
+def _as_kept(run: Run, step: int, bound: list[Bound]) -> dict[str, Written]:
+    """Return the tensors of a run whose quantised weights an import kept."""
+    facts, imported = run.info.get(FACTS), run.imported
+    if not facts or imported is None or not isinstance(run.config.stored, ByName):
+        raise CheckpointError(f"{run.place} has no quantised weights that an import kept; leave out --kept")
+    layout, _ = layout_of(imported.config, str(imported.folder / CONFIG))
+    infos = {i.path: i for i in jax.tree.leaves(describe_model(run.config.model)[1])}
+    keeps = {}
+    for b in bound:
+        if b.name in facts:
+            own = run.config.stored.of(infos[b.name])
+            assert isinstance(own, Stored)
+            keeps[b.name] = Keep(b, infos[b.name].contracted or (), Kind(**facts[b.name]), own)
+    arrays = run.checkpoints.arrays(step)
+
+    def read(name: str, region: Region) -> np.ndarray:
+        return arrays.read(f"params/{name}", [region])[region]
+
+    return tensors_as_kept(keeps, bound, layout, read)
 
 
 def export_target(

@@ -21,6 +21,7 @@ from jaxscale.convert.exporting import export_checkpoint
 from jaxscale.errors import RunError
 from jaxscale.interop import Companions, Pretrained, local_folder, open_pretrained
 from jaxscale.interop.gguf import is_gguf, write_companions
+from jaxscale.interop.kept import FACTS, Kept
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.run import Run
 from jaxscale.step.config import TrainConfig
@@ -90,8 +91,10 @@ def import_checkpoint(
     layout = Layout(layout) if isinstance(layout, str) else layout
     added = None if adapters is None else local_folder(adapters)
     opened = open_pretrained(local_folder(source, revision), dtype=dtype, adapters=added, widen=widen, say=say)
-    facts = {"source": as_named(opened.folder.absolute()), "family": opened.family.model_type}
+    facts: dict[str, Any] = {"source": as_named(opened.folder.absolute()), "family": opened.family.model_type}
     facts |= {} if added is None else {"adapters": as_named(added.absolute())}
+    if isinstance(opened.arrays, Kept):
+        facts |= {FACTS: opened.arrays.facts}
     mark = json.dumps([opened.arrays.tensors.fingerprint(), opened.values])
     with _companions(opened, say) as hf:
         config = _settings(opened, hf, local(out, update=False), layout)
@@ -179,7 +182,9 @@ def _companions(opened: Pretrained, say: Callable[[str], None]) -> Iterator[Path
 
 
 def _settings(opened: Pretrained, hf: Path, out: Path, layout: Layout | None) -> TrainConfig:
-    settings: dict[str, Any] = dict(model=opened.config, layout=layout, seq_len=min(opened.length, _LENGTH))
+    settings: dict[str, Any] = dict(
+        model=opened.config, layout=layout, seq_len=min(opened.length, _LENGTH), stored=opened.stored
+    )
     if (hf / "tokenizer.json").is_file():
         own = Companions(hf).tokenizer
         settings["tokenizer"] = dataclasses.replace(own, path=str((out / HF / "tokenizer.json").absolute()))

@@ -50,7 +50,7 @@ class Family:
         Raises:
           CheckpointError: parameters without a `Map`.
         """
-        infos = _infos(config)
+        infos = infos_of(config)
         table = self.table if isinstance(self.table, tuple) else self.table(config)
         return bind(table, jax.tree.leaves(infos), config.runs)
 
@@ -79,8 +79,12 @@ class Family:
 
 
 @functools.lru_cache(maxsize=8)
-def _infos(config: TransformerConfig) -> Any:
-    """Return a `TensorInfo` per parameter of a model, without making arrays."""
+def infos_of(config: TransformerConfig) -> Any:
+    """Return a tree with a `TensorInfo` per parameter of a model, without making arrays.
+
+    Args:
+      config: the model's config.
+    """
     return abstract(lambda: config.make(nnx.Rngs(params=0)))[1]
 
 

@@ -10,20 +10,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxscale import reading
 from jaxscale.errors import CheckpointError, JaxscaleError, near
 from jaxscale.interop.added import Added, is_adapters
 from jaxscale.interop.families import FAMILIES
-from jaxscale.interop.family import Family, family_of
+from jaxscale.interop.family import Family, family_of, infos_of
 from jaxscale.interop.fields import Fields, read_json, short
 from jaxscale.interop.gguf import is_gguf, open_gguf
+from jaxscale.interop.kept import Kept
 from jaxscale.interop.peft import ADAPTER_CONFIG
 from jaxscale.interop.safetensors import SafeTensors, Tensors
 from jaxscale.interop.stored import FIELD, Decoded, layout_of, method_of
 from jaxscale.interop.transfer import Foreign
 from jaxscale.models import TransformerConfig
+from jaxscale.nn import WeightFormat
 
 log = logging.getLogger("jaxscale")
 
@@ -52,6 +55,11 @@ class Pretrained:
     arrays: Foreign
     length: int
 
+    @property
+    def stored(self) -> WeightFormat | None:
+        """The format of weights that are kept as they are, `None` if there are none."""
+        return self.arrays.format if isinstance(self.arrays, Kept) and self.arrays.keeps else None
+
 
 def open_pretrained(
     folder: str | Path,
@@ -71,12 +79,14 @@ def open_pretrained(
       dtype: dtype of parameters and arithmetic, "bfloat16" or "float32"; by default bfloat16 if all tensors have it,
         else float32, so that no value is rounded.
       adapters: a PEFT folder whose adapters are merged into the matrices as they are read (see `Added`).
-      widen: read quantised weights as the values that they stand for (see `jaxscale.interop.stored`).
+      widen: read quantised weights as the values that they stand for (see `jaxscale.interop.stored`); by default they
+        are kept as they are (see `Kept`).
       say: prints a line.
 
     Raises:
       CheckpointError: an unknown family, field or dtype; tensors that are missing, extra or misshapen; pickled weights
-        only; adapters of another kind or model; quantised weights without `widen`, or in an unknown layout.
+        only; adapters of another kind or model; quantised weights in an unknown layout, or without `widen` such as
+        cannot be kept.
     """
     folder = Path(folder)
     if is_adapters(folder):
@@ -88,9 +98,11 @@ def open_pretrained(
     if dtype is not None and dtype not in PRECISIONS:
         raise CheckpointError(f"cannot import to dtype = '{dtype}'{near(dtype, PRECISIONS)}")
     file = folder if is_gguf(folder) else folder / "config.json"
-    tensors, values = open_gguf(folder, widen) if is_gguf(folder) else _folder(folder, file, widen, say)
+    tensors, values = open_gguf(folder, widen) if is_gguf(folder) else _folder(folder, file, say)
     family = family_of(values, FAMILIES, str(file))
     if adapters is not None:
+        if isinstance(tensors, Decoded) and not widen:
+            raise CheckpointError(f"{file} is quantised ({tensors.layout.methods[0]}); adapters are added to --widen")
         tensors = Added(tensors, adapters, family.prefix)
     fields = Fields(values, str(file))
     config = _model(family, fields, len(tensors))
@@ -98,37 +110,34 @@ def open_pretrained(
     unread = fields.unread()
     if unread:
         say(f"ignoring fields of {file} that are not used for this family: {', '.join(unread)}")
-    arrays = _foreign(family, dataclasses.replace(config, param_dtype="bfloat16"), tensors)
+    arrays = _foreign(family, dataclasses.replace(config, param_dtype="bfloat16"), tensors, widen)
     if config.tied and not _one_matrix(arrays):
         say(f"{file} says that head and embedding are tied, but {_HEAD} in {folder} has other values; untying them")
         config = dataclasses.replace(config, tied=False)
-        arrays = _foreign(family, dataclasses.replace(config, param_dtype="bfloat16"), tensors)
+        arrays = _foreign(family, dataclasses.replace(config, param_dtype="bfloat16"), tensors, widen)
     if dtype is None:
         dtype, why = _lossless(arrays.dtypes())
         if why:
             say(f"{folder} has tensors of {why}; importing as float32, which rounds none of them (or pass a dtype)")
     config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype)
-    return Pretrained(folder, family, values, config, _foreign(family, config, tensors), length)
+    return Pretrained(folder, family, values, config, _foreign(family, config, tensors, widen), length)
 
 
-def _folder(folder: Path, file: Path, widen: bool, say: Callable[[str], None]) -> tuple[Tensors, dict[str, Any]]:
+def _folder(folder: Path, file: Path, say: Callable[[str], None]) -> tuple[Tensors, dict[str, Any]]:
     """Return the tensors of a folder, and its config.json without `quantization_config`."""
     tensors, values = SafeTensors(folder), read_json(file)
     if not method_of(values):
         return tensors, values
     family_of(values, FAMILIES, str(file))  # the first thing to say of an unknown family
-    return _widened(tensors, values, file, widen, say), {k: v for k, v in values.items() if k != FIELD}
+    return _decoded(tensors, values, file, say), {k: v for k, v in values.items() if k != FIELD}
 
 
-def _widened(tensors: Tensors, values: dict[str, Any], file: Path, widen: bool, say: Callable[[str], None]) -> Decoded:
+def _decoded(tensors: Tensors, values: dict[str, Any], file: Path, say: Callable[[str], None]) -> Decoded:
     """Return the tensors of a quantised checkpoint with its weights as float32."""
     layout, about = layout_of(values, str(file))
-    if not widen:
-        raise CheckpointError(
-            f"{file} is quantised ({method_of(values)}); --widen (in Python: widen=True) imports the values that its "
-            "weights stand for"
-        )
     decoded = Decoded(tensors, layout)
+    if not decoded.weights:
+        raise CheckpointError(f"{file} is quantised ({method_of(values)}), but no tensor beside it is in that layout")
     unread = about.unread()
     if unread:
         say(f"ignoring settings of {about.what} that decoding does not use: {', '.join(unread)}")
@@ -161,9 +170,11 @@ def _model(family: Family, fields: Fields, tensors: int) -> TransformerConfig:
     return config
 
 
-def _foreign(family: Family, config: TransformerConfig, tensors: Tensors) -> Foreign:
+def _foreign(family: Family, config: TransformerConfig, tensors: Tensors, widen: bool) -> Foreign:
     ignored = tuple(p.replace("{depth}", str(config.depth)) for p in family.ignored)
     ignored = (*ignored, *((re.escape(_HEAD),) if config.tied else ()))  # a tied head may be in the file, too
+    if isinstance(tensors, Decoded) and not widen:
+        return Kept(tensors, family.bind(config), jax.tree.leaves(infos_of(config)), ignored, family.prefix)
     return Foreign(tensors, family.bind(config), ignored, family.prefix)
 
 

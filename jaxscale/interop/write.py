@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -17,61 +18,86 @@ from jaxscale.interop.transfer import assemble, their_tensors
 Parts = list[tuple[Bound, dict[str, int]]]
 
 
-def write_tensors(
-    bound: Iterable[Bound], read: Callable[[str, Region], np.ndarray], out: Path, shard_bytes: int
-) -> dict[str, str]:
-    """Write a model's tensors into a folder; files that an interrupted export completed are not written again.
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A tensor to write.
 
     Args:
-      bound: a `Bound` per parameter of our model; tensors are written in its dtype.
+      dtype: its dtype.
+      shape: its shape.
+      make: returns its values.
+    """
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def plain_tensors(bound: Iterable[Bound], read: Callable[[str, Region], np.ndarray]) -> dict[str, Written]:
+    """Return a model's tensors by name, in the dtypes of its parameters.
+
+    Args:
+      bound: a `Bound` per parameter of our model.
       read: (name of our parameter, region) -> the values of that region.
+    """
+
+    def one(parts: Parts) -> Written:
+        return Written(parts[0][0].dtype, parts[0][0].their_shape, lambda: assemble(parts, read))
+
+    return {key: one(parts) for key, parts in their_tensors(bound).items()}
+
+
+def write_tensors(sources: dict[str, Written], out: Path, shard_bytes: int) -> dict[str, str]:
+    """Write tensors into a folder; files that an interrupted export completed are not written again.
+
+    Args:
+      sources: the tensors by name.
       out: an existing folder.
       shard_bytes: most bytes of a file, unless a single tensor is larger.
 
     Returns:
       the file name of each tensor.
     """
-    sources = their_tensors(bound)
     files = _files(sources, shard_bytes)
     where: dict[str, str] = {}
     for name, keys in files.items():
         where |= dict.fromkeys(keys, name)
         if not (out / name).is_file():
-            _write(out / name, {key: sources[key] for key in keys}, read)
+            _write(out / name, {key: sources[key] for key in keys})
     if len(files) > 1:
-        total = sum(_bytes(parts) for parts in sources.values())
+        total = sum(tensor.nbytes for tensor in sources.values())
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=2)
         (out / INDEX).write_text(text + "\n")
     return where
 
 
-def _files(sources: dict[str, Parts], most: int) -> dict[str, list[str]]:
+def _files(sources: dict[str, Written], most: int) -> dict[str, list[str]]:
     """Return the names of tensors for each file, by file name."""
     groups: list[list[str]] = [[]]
     size = 0
-    for key, parts in sources.items():
-        if groups[-1] and size + _bytes(parts) > most:
+    for key, tensor in sources.items():
+        if groups[-1] and size + tensor.nbytes > most:
             groups.append([])
             size = 0
         groups[-1].append(key)
-        size += _bytes(parts)
+        size += tensor.nbytes
     if len(groups) == 1:
         return {SINGLE: groups[0]}
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": keys for i, keys in enumerate(groups, 1)}
 
 
-def _write(file: Path, sources: dict[str, Parts], read: Callable[[str, Region], np.ndarray]) -> None:
+def _write(file: Path, sources: dict[str, Written]) -> None:
     partial = file.with_name(f"{file.name}.partial")
     with partial.open("wb") as f:
-        write_header(f, {key: (parts[0][0].dtype, parts[0][0].their_shape) for key, parts in sources.items()})
-        for parts in sources.values():
-            f.write(assemble(parts, read).reshape(-1).view(np.uint8).data)
+        write_header(f, {key: (tensor.dtype, tensor.shape) for key, tensor in sources.items()})
+        for tensor in sources.values():
+            f.write(np.ascontiguousarray(tensor.make()).reshape(-1).view(np.uint8).data)
         f.flush()
         os.fsync(f.fileno())
     read_header(partial)  # check that the file is complete
     partial.rename(file)
-
-
-def _bytes(parts: Parts) -> int:
-    first = parts[0][0]
-    return math.prod(first.their_shape) * first.dtype.itemsize

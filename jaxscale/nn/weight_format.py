@@ -54,6 +54,14 @@ class WeightFormat(abc.ABC):
         weight = self.encode(kernel, contracted)
         return weight, self.flaws(kernel, weight)
 
+    def of(self, info: TensorInfo) -> WeightFormat:
+        """Return the format of a parameter: by default this one for all.
+
+        Args:
+          info: the parameter.
+        """
+        return self
+
     def covers(self, info: TensorInfo) -> bool:
         """Return whether a parameter is converted to this format.
 
@@ -91,14 +99,15 @@ class WeightFormat(abc.ABC):
         for n, info in enumerate(jax.tree.leaves(infos)):
             if not self._takes(info) or isinstance(leaves[n], Weight):
                 continue
-            alike = (info.shape, info.axes, info.contracted, leaves[n].dtype)
+            own = self.of(info)
+            alike = (id(own), info.shape, info.axes, info.contracted, leaves[n].dtype)
             if alike not in compiled:
-                encode = partial(self.checked, contracted=info.contracted)
+                encode = partial(own.checked, contracted=info.contracted)
                 shardings = shardings_of(self._infos(info), layout)
                 out = None if layout is None else (shardings, layout.replicated)
                 compiled[alike] = jax.jit(encode, out_shardings=out)
             leaves[n], flaws = compiled[alike](leaves[n])
-            refuse_flaws(self, info, flaws)
+            refuse_flaws(own, info, flaws)
         return jax.tree.unflatten(structure, leaves)
 
     def _takes(self, info: TensorInfo) -> bool:
@@ -107,7 +116,8 @@ class WeightFormat(abc.ABC):
     def _infos(self, info: TensorInfo) -> Tree:
         kernel = jax.ShapeDtypeStruct(info.shape, info.dtype)
         assert info.contracted is not None
-        return as_weight(jax.eval_shape(partial(self.encode, contracted=info.contracted), kernel)).infos(info)
+        encode = partial(self.of(info).encode, contracted=info.contracted)
+        return as_weight(jax.eval_shape(encode, kernel)).infos(info)
 
 
 def refuse_flaws(weights: WeightFormat, info: TensorInfo, flaws: Bool[Array, " 2"]) -> None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 
+import jaxscale as js
 from jaxscale.cli import main
 from jaxscale.convert.pretrained import export_checkpoint, import_checkpoint
 from jaxscale.errors import CheckpointError
 from jaxscale.interop import SafeTensors, open_pretrained
 from jaxscale.interop.safetensors import DTYPES, write_header
 from jaxscale.interop.stored import Decoded, layout_of
+from jaxscale.models import TransformerConfig
+from jaxscale.nn import MixtureOfExperts, MultiHeadLatent, Rotary, SoftmaxRouter
 from tests.truth import packed
+from tests.truth.adapted import drawn
 from tests.truth.hf_folder import CONFIG, tensors
 
 GROUPS = np.arange(64) // 16
@@ -46,7 +51,10 @@ LAYOUTS = {
     "gptq 2 bits": (_gptq(2), lambda w: packed.gptq(w, 2, GROUPS[: w.shape[1]], index=False)),
     "gptq 3 bits, over words": (_gptq(3), lambda w: packed.gptq(w, 3, GROUPS)),
     "gptq 8 bits, inputs in another order": (_gptq(8, desc_act=True), lambda w: packed.gptq(w, 8, SHUFFLED)),
-    "gptq_v2": (_gptq(4, checkpoint_format="gptq_v2"), lambda w: packed.gptq(w, 4, GROUPS, minus_one=False)),
+    "gptq_v2": (
+        _gptq(4, checkpoint_format="gptq_v2"),
+        lambda w: packed.gptq(w, 4, GROUPS[: w.shape[1]], minus_one=False),
+    ),
     "awq": (AWQ, lambda w: packed.awq(w, 16)),
     "int4 packed": (_ct("pack-quantized", 4), lambda w: packed.signed(w, 4, 16)),
     "int3 packed, with zeros": (_ct("pack-quantized", 3), lambda w: packed.signed(w, 3, 16, symmetric=False)),
@@ -140,8 +148,6 @@ def test_the_command_widens_to_bfloat16(tmp_path):
     made, values = _model(lambda w: packed.fp8(w, (128, 128)))
     made["model.layers.0.self_attn.k_proj.input_scale"] = np.ones((), np.float32)
     folder = _write(tmp_path / "theirs", made, _fp8((128, 128)))
-    assert main(["import", str(folder), str(tmp_path / "refused")]) == 2
-    assert not (tmp_path / "refused").exists()
     assert main(["import", str(folder), str(tmp_path / "run"), "--widen", "--dtype", "bfloat16"]) == 0
     out = export_checkpoint(tmp_path / "run", tmp_path / "out")
     with SafeTensors(out).reading("model.layers.2.mlp.down_proj.weight") as tensor:
@@ -208,3 +214,101 @@ def test_modules_may_have_settings_of_their_own(tmp_path):
     for name, values in (("up_proj.weight", a), ("m.down_proj.weight", b)):
         with got.reading(name) as weight:
             np.testing.assert_array_equal(weight, values.astype(np.float32))
+
+
+KEPT = {
+    "fp8, blocks of whole heads": (_fp8((16, 16)), lambda w: packed.fp8(w, (16, 16))),
+    "fp8, blocks that our dimensions do not have": (_fp8((20, 16)), lambda w: packed.fp8(w, (20, 16))),
+    **{name: LAYOUTS[name] for name in ("gptq 4 bits", "gptq_v2", "awq", "int4 packed", "int8", "fp8 by output")},
+    "int4 packed, with zeros": (_ct("pack-quantized", 4), lambda w: packed.signed(w, 4, 16, symmetric=False)),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_kept_weights_are_those_values_and_their_codes_are_few(tmp_path, name):
+    config, pack = KEPT[name]
+    made, values = _model(pack)
+    folder = _write(tmp_path / "theirs", made, config)
+    run = import_checkpoint(folder, tmp_path / "run", layout="tensor=2" if name == "int8" else None)
+    leaves = run.checkpoints.manifest(0)["leaves"]
+    assert leaves["params/runs/0/blocks/0/attn/q/kernel/codes"]["dtype"] == "uint8"
+    wide = import_checkpoint(folder, tmp_path / "wide", widen=True)
+    for a, b in zip(jax.tree.leaves(run.params()), jax.tree.leaves(wide.params()), strict=True):
+        np.testing.assert_array_equal(np.float32(a), np.float32(b))
+    assert js.load(str(tmp_path / "run")).config.stored == run.config.stored
+    out = SafeTensors(export_checkpoint(run, tmp_path / "out", kept=True))
+    assert json.loads((out.folder / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+    assert set(out) == set(made)
+    for key, tensor in made.items():
+        with out.reading(key) as back:
+            assert back.dtype == tensor.dtype and back.tobytes() == tensor.tobytes(), key
+
+
+@pytest.mark.long
+def test_latent_attention_and_experts_are_kept(tmp_path):
+    """Blocks of fp8 across heads, matrices of which we have two parts, and rotary dimensions in another order."""
+    small = dict(depth=2, vocab=64, width=32, heads=4, hidden=48, positions=Rotary(1e4), dense_layers=1)
+    layer = MultiHeadLatent(kv_rank=16, plain_dim=8, rotary_dim=6, value_dim=8)
+    experts = MixtureOfExperts(4, 2, hidden=16, router=SoftmaxRouter(normalized=False), shared=1)
+    run = drawn(TransformerConfig(**small, attention_layer=layer, mlp=experts), tmp_path / "base")
+    plain = SafeTensors(export_checkpoint(run, tmp_path / "plain"))
+    made, block = {}, (12, 8)
+    for name in plain:
+        with plain.reading(name) as tensor:
+            whole = np.array(tensor)
+        linear = whole.ndim == 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight"))
+        parts = packed.fp8(whole, block)[0] if linear else {".weight": whole}
+        made |= {name.removesuffix(".weight") + end: part for end, part in parts.items()}
+    config = json.loads((plain.folder / "config.json").read_text())
+    folder = _write(tmp_path / "theirs", made, _fp8(block), **config)
+    kept, wide = (import_checkpoint(folder, tmp_path / str(widen), widen=widen) for widen in (False, True))
+    assert len(kept.info["kept"]) > 10
+    for a, b in zip(jax.tree.leaves(kept.params()), jax.tree.leaves(wide.params()), strict=True):
+        np.testing.assert_array_equal(a, b)
+    back = SafeTensors(export_checkpoint(kept, tmp_path / "out", kept=True))
+    for key, tensor in made.items():
+        with back.reading(key) as theirs:
+            assert theirs.tobytes() == tensor.tobytes(), key
+    greedy = dict(temperature=0, max_tokens=5, ignore_end=True)
+    assert kept.generate(np.array([1, 2, 3]), **greedy).ids == wide.generate(np.array([1, 2, 3]), **greedy).ids
+
+
+def _refused(tmp_path, made, config):
+    folder = _write(tmp_path / "theirs", made, config)
+    with pytest.raises(CheckpointError) as e:
+        import_checkpoint(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    import_checkpoint(folder, tmp_path / "wide", widen=True)  # as the message advises
+    return str(e.value)
+
+
+def test_what_cannot_be_kept_is_refused_and_can_be_widened(tmp_path):
+    shuffle = np.random.default_rng(0).permutation
+    for i, (made, config, message) in enumerate(
+        [
+            (_model(lambda w: packed.gptq(w, 4, shuffle(GROUPS[: w.shape[1]])))[0], _gptq(4), "desc_act"),
+            (_model(packed.eight_bits)[0], LAYOUTS["8 bits of bitsandbytes"][0], "bitsandbytes can only be widened"),
+            (_model(lambda w: packed.fp8(w, (16, 20)))[0], _fp8((16, 20)), "groups of 20 do not divide its"),
+            (_model(lambda w: packed.nvfp4(w))[0], LAYOUTS["nvfp4"][0], "its codes are fp4"),
+        ]
+    ):
+        (tmp_path / str(i)).mkdir()
+        said = _refused(tmp_path / str(i), made, config)
+        assert message in said and "--widen imports the values" in said
+    made, _ = _model(lambda w: packed.fp8(w, (16, 16)))
+    made["model.layers.1.mlp.up_proj.weight"] = tensors()["model.layers.1.mlp.up_proj.weight"]
+    del made["model.layers.1.mlp.up_proj.weight_scale_inv"]
+    assert "model.layers.1.mlp.up_proj.weight, which is in the same array here, is not" in _refused(
+        tmp_path, made, _fp8((16, 16))
+    )
+
+
+def test_only_what_was_kept_is_written_as_it_was(tmp_path):
+    run = import_checkpoint(_write(tmp_path / "theirs", *_fp8_model()), tmp_path / "run", widen=True)
+    with pytest.raises(CheckpointError, match="has no quantised weights that an import kept; leave out --kept"):
+        export_checkpoint(run, tmp_path / "out", kept=True)
+    assert not (tmp_path / "out").exists()
+
+
+def _fp8_model():
+    return _model(lambda w: packed.fp8(w, (16, 16)))[0], _fp8((16, 16))

@@ -7,9 +7,19 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxscale.interop.fields import Fields
-from jaxscale.interop.stored.bits import unpack
+from jaxscale.interop.stored.bits import pack, unpack
 from jaxscale.interop.stored.gptq import group_size, grouped
-from jaxscale.interop.stored.layout import Arrays, Entries, Form, QuantisedLayout, finite, misfit
+from jaxscale.interop.stored.layout import (
+    Arrays,
+    Entries,
+    Form,
+    Kind,
+    Planes,
+    QuantisedLayout,
+    finite,
+    misfit,
+    scale_type,
+)
 
 _ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 """Place in a word, in fours of bits from the lowest on, of each of eight outputs."""
@@ -62,6 +72,25 @@ class AWQLayout(QuantisedLayout):
         codes, zeros = (_unpack(arrays[role]) for role in ("codes", "zeros"))
         group = np.arange(len(codes)) // (self.group or len(codes))
         return grouped(np.ascontiguousarray(codes.T), zeros.T, scale.T, group)
+
+    def kind(self, name: str, entries: Entries, small: Callable[[str], np.ndarray]) -> Kind:
+        """See `QuantisedLayout.kind`."""
+        return Kind("uint4", 1, self.group, scale_type(name, entries["scale"]), zeros=True)
+
+    def planes(self, name: str, arrays: Arrays) -> Planes:
+        """See `QuantisedLayout.planes`."""
+        return Planes(_unpack(arrays["codes"]).T, arrays["scale"].T, _unpack(arrays["zeros"]).T)
+
+    def tensors(self, kind: Kind, planes: Planes) -> dict[str, np.ndarray]:
+        """See `QuantisedLayout.tensors`."""
+        assert planes.zeros is not None
+        return {".qweight": _pack(planes.codes.T), ".qzeros": _pack(planes.zeros.T), ".scales": planes.scale.T}
+
+
+def _pack(codes: np.ndarray) -> np.ndarray:
+    """Return the words of codes (rows, 8 · words), the inverse of `_unpack`."""
+    eights = codes.reshape(len(codes), -1, 8)[:, :, np.argsort(_ORDER)]
+    return pack(np.ascontiguousarray(eights.reshape(len(codes), -1)), 4)
 
 
 def _unpack(words: np.ndarray) -> np.ndarray:

@@ -30,6 +30,39 @@ def unpack(words: np.ndarray, bits: int, count: int) -> UInt8[np.ndarray, "... n
     return single.reshape(*rows.shape[:-1], count, bits) @ powers
 
 
+def pack(codes: UInt8[np.ndarray, "rows n"], bits: int) -> np.ndarray:
+    """Pack the codes of each row into int32 words; the inverse of `unpack`.
+
+    Args:
+      codes: below 2^bits.
+      bits: 1 to 8, the bits of a code.
+    """
+    whole = np.zeros((len(codes), 4 * words_of(codes.shape[1], bits)), np.uint8)
+    packed = pack_along(codes, bits, -1)
+    whole[:, : packed.shape[1]] = packed
+    return whole.view(np.int32)
+
+
+def pack_along(codes: UInt8[np.ndarray, "..."], bits: int, axis: int) -> UInt8[np.ndarray, "..."]:
+    """Pack codes into bytes along a dimension, the lowest bit first and without gaps; the last byte may not be full.
+
+    Args:
+      codes: below 2^bits.
+      bits: 1 to 8, the bits of a code.
+      axis: the dimension.
+    """
+    moved = np.moveaxis(codes, axis, -1)
+    if bits == 8:
+        packed = moved
+    elif 8 % bits == 0 and moved.shape[-1] % (8 // bits) == 0:
+        parts = moved.reshape(*moved.shape[:-1], -1, 8 // bits)
+        packed = np.bitwise_or.reduce(parts << np.arange(0, 8, bits, dtype=np.uint8), axis=-1)
+    else:
+        single = np.unpackbits(moved[..., None], axis=-1, count=bits, bitorder="little")
+        packed = np.packbits(single.reshape(*moved.shape[:-1], -1), axis=-1, bitorder="little")
+    return np.ascontiguousarray(np.moveaxis(packed, -1, axis))
+
+
 def words_of(count: int, bits: int, width: int = 32) -> int:
     """Return the number of words that hold codes.
 

@@ -11,9 +11,21 @@ import numpy as np
 from jaxscale import reading
 from jaxscale.errors import CheckpointError, near
 from jaxscale.interop.fields import Fields, plain_pattern, short
-from jaxscale.interop.stored.bits import e2m1, e8m0, unpack, words_of
-from jaxscale.interop.stored.fp8 import FLOATS, grids, scaled
-from jaxscale.interop.stored.layout import Arrays, Entries, Form, QuantisedLayout, finite, misfit
+from jaxscale.interop.safetensors import DTYPES
+from jaxscale.interop.stored.bits import e2m1, e8m0, pack, unpack, words_of
+from jaxscale.interop.stored.fp8 import FLOATS, block_shape, grids, scaled
+from jaxscale.interop.stored.layout import (
+    Arrays,
+    Entries,
+    Form,
+    Kind,
+    Planes,
+    QuantisedLayout,
+    cannot_keep,
+    finite,
+    misfit,
+    scale_type,
+)
 
 _MAY = {"zeros": ".weight_zero_point", "group": ".weight_g_idx"}
 _FORMATS = (
@@ -56,7 +68,7 @@ class CompressedTensors(QuantisedLayout):
     dropped = tuple(f".{a}_{b}" for a in "input output k v q".split() for b in ("scale", "zero_point", "global_scale"))
 
     def __init__(self, config: Fields):
-        config.only("format", *_FORMATS)
+        self._format = config.only("format", *_FORMATS)
         config.only("quantization_status", "compressed")
         sparsity = config.get("sparsity_config", None) or {}
         if sparsity.get("format", "dense") not in (None, "dense"):
@@ -110,6 +122,49 @@ class CompressedTensors(QuantisedLayout):
         else:
             values = codes.astype(np.float32)
         return _scaled(values, finite(name, "the scale", scale), zeros, arrays.get("group"), self._block(name))
+
+    def kind(self, name: str, entries: Entries, small: Callable[[str], np.ndarray]) -> Kind:
+        """See `QuantisedLayout.kind`."""
+        codes, scale = entries["codes"], entries["scale"]
+        if "group" in entries and (small("group") >= 0).any():
+            raise cannot_keep(name, "its inputs are in groups of another order (weight_g_idx)")
+        if codes.dtype == "U8" or self._format == "mixed-precision":
+            raise cannot_keep(name, "its codes are fp4" if codes.dtype == "U8" else "the format is mixed-precision")
+        rows, columns = self._shapes[name]
+        shared = block_shape((rows, columns), scale.shape, self._block(name))
+        if len(scale.shape) == 2 and scale.shape[0] == rows and scale.shape[1] > 1:
+            shared = 1, -(-columns // scale.shape[1])
+        if "zeros" in entries and (codes.dtype != "I32" or entries["zeros"].dtype != "I32"):
+            raise cannot_keep(name, "its zero points are not packed")
+        numbers = {"I8": "int8", "I32": f"int{self._bits(name)}"}.get(codes.dtype, codes.dtype[3:].lower())
+        return Kind("u" * ("zeros" in entries) + numbers, *shared, scale_type(name, scale), "zeros" in entries)
+
+    def planes(self, name: str, arrays: Arrays) -> Planes:
+        """See `QuantisedLayout.planes`."""
+        codes, scale = arrays["codes"], arrays["scale"]
+        scale = scale if scale.ndim == 2 else scale.reshape(-1, 1)
+        if codes.dtype != np.int32:
+            return Planes(codes.view(np.uint8), scale)
+        rows, columns = self._shapes[name]
+        bits = self._bits(name)
+        unpacked = unpack(codes, bits, columns)
+        if "zeros" in arrays:
+            return Planes(unpacked, scale, unpack(arrays["zeros"].T, bits, rows).T)
+        return Planes(unpacked ^ np.uint8(2 ** (bits - 1)), scale)  # in two's complement
+
+    def tensors(self, kind: Kind, planes: Planes) -> dict[str, np.ndarray]:
+        """See `QuantisedLayout.tensors`."""
+        scale = planes.scale.reshape(-1) if planes.scale.size == 1 else planes.scale
+        if self._format in ("int-quantized", "float-quantized", "naive-quantized"):
+            stored = np.dtype(np.int8) if kind.numbers == "int8" else DTYPES[f"F8_{kind.numbers.upper()}"]
+            return {".weight": planes.codes.view(stored), ".weight_scale": scale}
+        bits = int(kind.numbers[-1])
+        codes = planes.codes if kind.zeros else planes.codes ^ np.uint8(2 ** (bits - 1))
+        shape = np.array(codes.shape, np.int64)
+        zeros = (
+            {} if planes.zeros is None else {".weight_zero_point": pack(np.ascontiguousarray(planes.zeros.T), bits).T}
+        )
+        return {".weight_packed": pack(codes, bits), ".weight_scale": scale, ".weight_shape": shape, **zeros}
 
     def _scheme(self, name: str) -> dict[str, Any]:
         """Return the settings of a weight: those whose targets name its module, else those of all of a kind."""

@@ -9,7 +9,18 @@ import numpy as np
 from jaxscale import reading
 from jaxscale.errors import CheckpointError
 from jaxscale.interop.fields import Fields, short
-from jaxscale.interop.stored.layout import Arrays, Entries, Form, QuantisedLayout, finite, misfit
+from jaxscale.interop.safetensors import DTYPES
+from jaxscale.interop.stored.layout import (
+    Arrays,
+    Entries,
+    Form,
+    Kind,
+    Planes,
+    QuantisedLayout,
+    finite,
+    misfit,
+    scale_type,
+)
 
 FLOATS = ("F8_E4M3", "F8_E5M2")
 _SCALES = ("F32", "F16", "BF16", "F8_E8M0")
@@ -60,6 +71,37 @@ class Fp8Blocks(QuantisedLayout):
     def decode(self, name: str, arrays: Arrays) -> np.ndarray:
         """See `QuantisedLayout.decode`."""
         return scaled(arrays["codes"].astype(np.float32), finite(name, "the scale", arrays["scale"]), self.block)
+
+    def kind(self, name: str, entries: Entries, small: Callable[[str], np.ndarray]) -> Kind:
+        """See `QuantisedLayout.kind`."""
+        codes, scale = entries["codes"], entries["scale"]
+        numbers = codes.dtype.removeprefix("F8_").lower()
+        return Kind(numbers, *block_shape(codes.shape, scale.shape, self.block), scale_type(name, scale))
+
+    def planes(self, name: str, arrays: Arrays) -> Planes:
+        """See `QuantisedLayout.planes`."""
+        scale = arrays["scale"]
+        return Planes(arrays["codes"].view(np.uint8), scale if scale.ndim == 2 else scale.reshape(-1, 1))
+
+    def tensors(self, kind: Kind, planes: Planes) -> dict[str, np.ndarray]:
+        """See `QuantisedLayout.tensors`; the ending of the scales is that of blocks."""
+        end = ".weight_scale" if self.block is None else ".weight_scale_inv"
+        return {".weight": planes.codes.view(DTYPES[f"F8_{kind.numbers.upper()}"]), end: planes.scale}
+
+
+def block_shape(
+    shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int] | None
+) -> tuple[int | None, int | None]:
+    """Return the outputs and the inputs that share a scale, `None` for all; see `grids`.
+
+    Args:
+      shape: that of the matrix.
+      scales: that of the scales.
+      block: rows and columns of a block, if there are any.
+    """
+    if scales in ((), (1,), (1, 1)):
+        return None, None
+    return (1, None) if block is None or scales[1:] in ((), (1,)) and scales[0] == shape[0] else block
 
 
 def _is_block(block: object) -> bool:

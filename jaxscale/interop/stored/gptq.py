@@ -8,8 +8,19 @@ import numpy as np
 
 from jaxscale.errors import CheckpointError
 from jaxscale.interop.fields import Fields
-from jaxscale.interop.stored.bits import unpack, words_of
-from jaxscale.interop.stored.layout import Arrays, Entries, Form, QuantisedLayout, finite, misfit
+from jaxscale.interop.stored.bits import pack, unpack, words_of
+from jaxscale.interop.stored.layout import (
+    Arrays,
+    Entries,
+    Form,
+    Kind,
+    Planes,
+    QuantisedLayout,
+    cannot_keep,
+    finite,
+    misfit,
+    scale_type,
+)
 
 _TRAINING = """damp_percent damp_auto_increment true_sequential act_group_aware static_groups model_name_or_path meta
     quantizer dataset tokenizer model_seqlen model_file_base_name block_name_to_quantize max_input_length backend
@@ -67,11 +78,39 @@ class GPTQLayout(QuantisedLayout):
         words, scale = arrays["codes"], finite(name, "the scale", arrays["scale"])
         inputs, outputs = words.shape[0] * 32 // self.bits, words.shape[1]
         codes = unpack(words.T, self.bits, inputs)
-        zeros = (unpack(arrays["zeros"], self.bits, outputs) + np.uint8(self.add)) & np.uint8(2**self.bits - 1)
+        zeros = self._zeros(arrays["zeros"], outputs)
         group = arrays["group"] if "group" in arrays else np.arange(inputs) // (self.group or inputs)
         if group.size and (group.min() < 0 or group.max() >= len(scale)):
             raise CheckpointError(f"g_idx of {name} names groups that its scales do not have")
         return grouped(codes, zeros.T, scale.T, group)
+
+    def kind(self, name: str, entries: Entries, small: Callable[[str], np.ndarray]) -> Kind:
+        """See `QuantisedLayout.kind`."""
+        inputs = entries["codes"].shape[0] * 32 // self.bits
+        if "group" in entries and (small("group") != np.arange(inputs) // (self.group or inputs)).any():
+            raise cannot_keep(name, "its inputs are in groups of another order (desc_act)")
+        return Kind(f"uint{self.bits}", 1, self.group, scale_type(name, entries["scale"]), zeros=True)
+
+    def planes(self, name: str, arrays: Arrays) -> Planes:
+        """See `QuantisedLayout.planes`."""
+        words, scale = arrays["codes"], arrays["scale"]
+        codes = unpack(words.T, self.bits, words.shape[0] * 32 // self.bits)
+        return Planes(codes, scale.T, self._zeros(arrays["zeros"], words.shape[1]).T)
+
+    def _zeros(self, words: np.ndarray, outputs: int) -> np.ndarray:
+        return (unpack(words, self.bits, outputs) + np.uint8(self.add)) & np.uint8(2**self.bits - 1)
+
+    def tensors(self, kind: Kind, planes: Planes) -> dict[str, np.ndarray]:
+        """See `QuantisedLayout.tensors`; with `g_idx`, which older files may lack."""
+        assert planes.zeros is not None
+        zeros = (planes.zeros.T - np.uint8(self.add)) & np.uint8(2**self.bits - 1)
+        inputs = planes.codes.shape[1]
+        return {
+            ".qweight": pack(planes.codes, self.bits).T,
+            ".qzeros": pack(np.ascontiguousarray(zeros), self.bits),
+            ".scales": planes.scale.T,
+            ".g_idx": (np.arange(inputs) // (self.group or inputs)).astype(np.int32),
+        }
 
 
 def group_size(config: Fields) -> int | None:

@@ -37,6 +37,40 @@ class Form:
     may: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """How a weight is kept as it is: number(code) · scale, or (number(code) - zero) · scale.
+
+    Args:
+      numbers: the type of number of the codes, see `jaxscale.nn.formats.numbers_of`.
+      rows: outputs that share a scale; `None` is all.
+      columns: inputs that share a scale; `None` is all.
+      scale: "float32", "bfloat16" or "float16".
+      zeros: whether there are zero points, which are codes.
+    """
+
+    numbers: str
+    rows: int | None
+    columns: int | None
+    scale: str
+    zeros: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Planes:
+    """The content of a weight that is kept as it is, in the checkpoint's orientation.
+
+    Args:
+      codes: uint8 (outputs, inputs), one code in a byte.
+      scale: float, one per block (blocks of outputs, blocks of inputs).
+      zeros: uint8, likewise.
+    """
+
+    codes: np.ndarray
+    scale: np.ndarray
+    zeros: np.ndarray | None = None
+
+
 class QuantisedLayout(ABC):
     """A layout of quantised tensors; each file of `jaxscale/interop/stored` defines one.
 
@@ -83,6 +117,37 @@ class QuantisedLayout(ABC):
         Raises:
           CheckpointError: the values cannot be decoded, such as a scale that is NaN.
         """
+
+    def kind(self, name: str, entries: Entries, small: Callable[[str], np.ndarray]) -> Kind:
+        """Return how a weight is kept as it is.
+
+        Args:
+          name: the weight.
+          entries: the entries of its tensors.
+          small: see `shape`.
+
+        Raises:
+          CheckpointError: it cannot be kept.
+        """
+        raise cannot_keep(name, f"weights of {self.methods[0]} can only be widened")
+
+    def planes(self, name: str, arrays: Arrays) -> Planes:
+        """Return the content of a weight that is kept as it is.
+
+        Args:
+          name: the weight.
+          arrays: the values of its tensors.
+        """
+        raise NotImplementedError
+
+    def tensors(self, kind: Kind, planes: Planes) -> dict[str, np.ndarray]:
+        """Return the tensors of a weight by the ending of their names, as they were before they were read.
+
+        Args:
+          kind: how it is kept.
+          planes: its content.
+        """
+        raise NotImplementedError
 
 
 class Decoded(Tensors):
@@ -149,6 +214,16 @@ class Decoded(Tensors):
         with self._tensors.reading(name) as tensor:
             return np.array(tensor)
 
+    def kind(self, name: str) -> Kind:
+        """Return how a quantised weight is kept as it is; see `QuantisedLayout.kind`."""
+        roles = self._parts[name]
+        entries = {role: self._tensors[n] for role, n in roles.items()}
+        return self.layout.kind(name, entries, lambda role: self._values(roles[role]))
+
+    def planes(self, name: str) -> Planes:
+        """Return the content of a quantised weight as it is."""
+        return self.layout.planes(name, {role: self._values(n) for role, n in self._parts[name].items()})
+
     def fingerprint(self) -> list[list[Any]]:
         """See `Tensors.fingerprint`."""
         return self._tensors.fingerprint()
@@ -173,6 +248,32 @@ def parts_of(tensors: Mapping[str, Stored], layout: QuantisedLayout) -> dict[str
             more = {role: end for role, end in form.may.items() if base + end in tensors}
             parts[base + form.weight] = {role: base + end for role, end in {**form.needs, **more}.items()}
     return parts
+
+
+def cannot_keep(name: str, why: str) -> CheckpointError:
+    """Return the error for a weight that has no form here.
+
+    Args:
+      name: the weight.
+      why: the reason.
+    """
+    return CheckpointError(f"{name} cannot be kept as it is: {why}; --widen imports the values that it stands for")
+
+
+def scale_type(name: str, entry: Stored) -> str:
+    """Return the name of a type of scales.
+
+    Args:
+      name: the weight.
+      entry: the entry of its scales.
+
+    Raises:
+      CheckpointError: scales of this type cannot be kept.
+    """
+    known = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+    if entry.dtype not in known:
+        raise cannot_keep(name, f"its scales are {entry.dtype}")
+    return known[entry.dtype]
 
 
 def finite(name: str, what: str, scale: np.ndarray) -> np.ndarray:

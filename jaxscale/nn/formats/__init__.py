@@ -1,5 +1,6 @@
 """Formats of stored weights: types of numbers, scales of blocks, packed codes."""
 
+from jaxscale.nn.formats.by_name import ByName
 from jaxscale.nn.formats.float_zeros import FloatZeros
 from jaxscale.nn.formats.numbers import NumberType, numbers_of
 from jaxscale.nn.formats.packing import pack, unpack
@@ -10,6 +11,7 @@ from jaxscale.nn.formats.weight import StoredWeight
 __all__ = [
     "FORMATS",
     "PRESETS",
+    "ByName",
     "FloatZeros",
     "GroupedIntegers",
     "NumberType",

@@ -31,7 +31,7 @@ def model_flops(model: Any, tokens: int, lengths: Sequence[int]) -> int:
       tokens: tokens of the step.
       lengths: lengths of its documents, or of its rows where a row is one document.
     """
-    products = model.products(1, 1)  # of one token, which sees one pair: itself
+    products = model.product_flops(1, 1)  # of one token, which sees one pair: itself
     of_pair = products["scores"] + products["attn_out"]
     of_token = sum(products.values()) - of_pair
     return 3 * (tokens * of_token + visible_pairs(lengths) * of_pair)

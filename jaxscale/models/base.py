@@ -79,7 +79,7 @@ class CountsFlops(Protocol):
 class CountsProducts(Protocol):
     """Counts the FLOPs of a forward pass by product; "scores" and "attn_out" multiply two activations."""
 
-    def products(self, batch: int, seq: int) -> dict[str, int]:
+    def product_flops(self, batch: int, seq: int) -> dict[str, int]:
         """Return the FLOPs by the name of the product's result, over all layers."""
         ...
 

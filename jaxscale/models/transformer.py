@@ -32,6 +32,7 @@ from jaxscale.nn import (
     Stats,
     head_logits,
 )
+from jaxscale.nn.products import apply_products
 from jaxscale.nn.stats import total
 
 
@@ -71,6 +72,7 @@ class Transformer(nnx.Module):
         self.norm = config.norm(z.width, eps=config.norm_eps, **types)
         head = functools.partial(Embedding, config.vocab, z.width, scale=z.width**-0.5, rngs=rngs, **types)
         self.head = None if config.tied else head()
+        apply_products(self, config.products)
 
     def hidden(self, tokens: Int[Array, "b s"], **inputs: Any) -> Float[Array, "b s e"]:
         """Return the final hidden states, normalised.

@@ -23,6 +23,7 @@ from jaxscale.nn import (
     MixtureOfExperts,
     SwiGLU,
 )
+from jaxscale.nn.products import rules_of
 from jaxscale.other_names import same
 from jaxscale.signatures import check_call
 
@@ -94,6 +95,7 @@ def check_transformer(c: TransformerConfig) -> None:
             f"{c.embedding.__name__}"
         )
     MemoryPolicy.of(c.memory)
+    rules_of(c.products)
     if c.scan not in (True, False, "auto"):
         raise ConfigError(f"Transformer.scan = {c.scan!r}: must be True, False or 'auto'")
     for name in c.overlap:

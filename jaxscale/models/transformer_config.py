@@ -31,6 +31,8 @@ from jaxscale.nn import (
     Mixer,
     MixtureOfExperts,
     MultiHead,
+    ProductRule,
+    Products,
     Projection,
     QKNorm,
     RMSNorm,
@@ -94,6 +96,8 @@ class TransformerConfig:
       dropout: dropout probability on each sub-layer's output in training.
       dtype: dtype of the computation; norms, softmax and loss are float32 in any case.
       param_dtype: dtype of the parameters.
+      products: the numbers in which layers multiply with their matrices, such as `Int8()`, or a tuple of `ProductRule`;
+        `None` is `dtype`. The embedding, the output head, routers and attention scores are in `dtype` or wider.
       memory: which activations are saved for the backward pass: a `MemoryPolicy`, or a key of `jaxscale.nn.POLICIES`.
       overlap: sub-layers ("attention", "mlp") that overlap matrix products with the collectives of a sequence sharded
         over `tensor` (`Layout(..., sequence_sharded=True)`).
@@ -141,6 +145,7 @@ class TransformerConfig:
     dropout: float = 0.0
     dtype: str = "float32"
     param_dtype: str = "float32"
+    products: Products | tuple[ProductRule, ...] | None = None
     memory: str | MemoryPolicy = "none"
     overlap: tuple[str, ...] = ()
     stack: type[Run] = Run
@@ -208,6 +213,8 @@ class TransformerConfig:
         """See `jaxscale.models.Plannable`: formulas cover attention, and experts or one kind of dense feed-forward."""
         if not self.causal:
             return "Bidirectional"
+        if self.products is not None:
+            return "Transformer.products"
         uncovered = [m for m in (self.attention_layer, *self.other_mixers) if not m.in_formulas]
         if uncovered or self.other_mixers:  # the formulas assume one kind of mixer
             return " and ".join(dict.fromkeys(type(m).__name__ for m in uncovered or self.other_mixers))
@@ -389,9 +396,9 @@ class TransformerConfig:
           seq: tokens per row.
           training: forward and backward pass; else the forward pass only.
         """
-        return sum(self.products(batch, seq).values()) * (3 if training else 1)
+        return sum(self.product_flops(batch, seq).values()) * (3 if training else 1)
 
-    def products(self, batch: int, seq: int) -> dict[str, int]:
+    def product_flops(self, batch: int, seq: int) -> dict[str, int]:
         """Return the FLOPs of a forward pass by the name of the product's result, over all layers.
 
         Args:

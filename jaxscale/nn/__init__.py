@@ -35,6 +35,7 @@ from jaxscale.nn.mixer import MADE_WITH, Mixer
 from jaxscale.nn.mlp import GELU, FeedForward, GeGLU, SwiGLU
 from jaxscale.nn.moe import Experts, MixtureOfExperts
 from jaxscale.nn.norms import LayerNorm, QKNorm, RMSNorm, UnitOffsetRMSNorm
+from jaxscale.nn.products import MXFP8, Fp8, Int8, ProductRule, Products
 from jaxscale.nn.recurrent import document_starts, recurrence
 from jaxscale.nn.reversible import ReversibleRun
 from jaxscale.nn.rotary import (
@@ -54,6 +55,11 @@ from jaxscale.nn.weight_format import WeightFormat
 from jaxscale.parallel import Weight, as_weight
 
 __all__ = [
+    "Products",
+    "ProductRule",
+    "MXFP8",
+    "Int8",
+    "Fp8",
     "MADE_WITH",
     "GELU",
     "POLICIES",

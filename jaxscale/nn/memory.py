@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, near
 from jaxscale.layout import DEVICE, HOST, constrain, current, host_memory_or_say
+from jaxscale.parallel.weight import ROUNDED
 
 TENSORS: dict[str, tuple[str, ...]] = {
     "residual": ("residual",),
@@ -46,7 +47,11 @@ adapter's second, is cheap to recompute."""
 def _products_with_weights(primitive: core.Primitive, *args: Any, **params: Any) -> bool:
     if primitive.name == "ragged_dot_general":  # experts'
         return True
+    if primitive.name == "name":
+        return bool(params["name"] == ROUNDED)
     if primitive.name == "dot_general":
+        if args[0].dtype.itemsize == 1:  # its scaled result is saved, by name
+            return False
         (left, right), _ = params["dimension_numbers"]
         summed = math.prod(args[0].shape[i] for i in left)
         outputs = math.prod(n for i, n in enumerate(args[1].shape) if i not in right)

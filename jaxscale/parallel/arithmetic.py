@@ -55,7 +55,9 @@ class Numbers(abc.ABC):
         """
 
     @abc.abstractmethod
-    def dot(self, left: Operand, right: Operand, dims: Dims, out_dtype: DTypeLike) -> Float[Array, "..."]:
+    def dot(
+        self, left: Operand, right: Operand, dims: Dims, out_dtype: DTypeLike, parts: Sequence[int] = ()
+    ) -> Float[Array, "..."]:
         """Multiply encoded operands; dimensions of the result as of `jax.lax.dot_general`.
 
         Args:
@@ -63,6 +65,7 @@ class Numbers(abc.ABC):
           right: from `right`.
           dims: summed and batch dimensions.
           out_dtype: dtype of the result.
+          parts: for each summed dimension, the number of devices that shard it.
         """
 
     @abc.abstractmethod
@@ -106,7 +109,9 @@ class Cast(Numbers):
 
     right = left
 
-    def dot(self, left: Operand, right: Operand, dims: Dims, out_dtype: DTypeLike) -> Float[Array, "..."]:
+    def dot(
+        self, left: Operand, right: Operand, dims: Dims, out_dtype: DTypeLike, parts: Sequence[int] = ()
+    ) -> Float[Array, "..."]:
         """See `Numbers`; accumulated in `out_dtype` or wider."""
         return lax.dot_general(left, right, dims, preferred_element_type=out_dtype)
 

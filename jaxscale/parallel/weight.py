@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxscale.layout import TensorInfo, constrain, in_use, path_name, unfill
 from jaxscale.layout.tensors import Tree
 from jaxscale.parallel.arithmetic import Arithmetic, Operand
+from jaxscale.parallel.sharded import cut_over
 
 Axes = tuple[str, ...]
+
+ROUNDED = "rounded_product"
+"""The name, for rematerialisation policies, of products whose sums have another dtype than the product."""
 
 
 class Weight(abc.ABC):
@@ -140,7 +146,9 @@ def product_forward(x, kernel, axes, contracted, arithmetic):  # type: ignore[no
     # The product is not in a nested jitted function, so that rematerialisation policies see it.
     numbers, dims = arithmetic.forward, _last(x, len(contracted))
     left, right = numbers.left(x, dims), used(numbers.right(kernel, contracted), kernel.shape, axes)
-    return numbers.dot(left, right, ((dims, contracted), ((), ())), arithmetic.out_dtype), (x, kernel)
+    parts = _parts([axes[i] for i in contracted], [kernel.shape[i] for i in contracted])
+    y = numbers.dot(left, right, ((dims, contracted), ((), ())), arithmetic.out_dtype, parts)
+    return checkpoint_name(y, ROUNDED) if numbers.rounds else y, (x, kernel)
 
 
 def _backward(axes, contracted, arithmetic, residuals, dy):  # type: ignore[no-untyped-def]
@@ -159,7 +167,8 @@ def input_gradient(x, kernel, dy, axes, contracted, arithmetic):  # type: ignore
     rest = tuple(i for i in range(kernel.ndim) if i not in contracted)
     numbers, dims = arithmetic.input_gradient, _last(dy, len(rest))
     left, right = numbers.left(dy, dims), used(numbers.right(kernel, rest), kernel.shape, axes)
-    return numbers.dot(left, right, ((dims, rest), ((), ())), x.dtype)
+    parts = _parts([axes[i] for i in rest], [kernel.shape[i] for i in rest])
+    return numbers.dot(left, right, ((dims, rest), ((), ())), x.dtype, parts)
 
 
 def kernel_gradient(
@@ -175,8 +184,15 @@ def kernel_gradient(
     left, right = numbers.left(x, batch), numbers.right(dy, batch)
     if contracted[0] != 0:
         left, right = right, left
-    dkernel = numbers.dot(left, right, ((batch, batch), ((), ())), kernel_dtype)
+    parts = _parts(("batch", "seq"), x.shape[:2]) if len(batch) == 2 else ()
+    dkernel = numbers.dot(left, right, ((batch, batch), ((), ())), kernel_dtype, parts)
     return constrain(dkernel, *axes, kind="grads")
+
+
+def _parts(axes: Sequence[str], sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return how many devices shard each dimension of an activation."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(math.prod(mesh.shape[m] for m in cut_over(a, size=n)) for a, n in zip(axes, sizes, strict=True))
 
 
 def used(operand: Operand, shape: tuple[int, ...], axes: Axes) -> Operand:

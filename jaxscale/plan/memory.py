@@ -106,7 +106,7 @@ def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
     batch = (5 if config.segments else 3) * local_bytes(tokens, layout)
     heap, saved, copies, host = walk(config, blueprint, layout, Sums.of(model, target, layout))
     flops = model_flops(config)
-    assert flops is not None  # a model with `products` has `flops`
+    assert flops is not None  # a model with `product_flops` has `flops`
     per_layer = LayerBytes.of(model, _last_block(blueprint.of_model()), layout, config.micro_batch, config.seq_len)
     return Estimate(
         state + batch,
@@ -116,7 +116,7 @@ def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
         heap.peak,
         host + offloaded,
         _extra_flops(
-            policy, model.products(config.batch_size, config.seq_len), "lse" if per_layer.tensors["lse"] else None
+            policy, model.product_flops(config.batch_size, config.seq_len), "lse" if per_layer.tensors["lse"] else None
         )
         / flops,
         heap.at_peak,

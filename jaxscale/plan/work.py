@@ -160,7 +160,7 @@ class _Place:
     def of(cls, config: TrainConfig, layout: Layout) -> _Place:
         model: TransformerConfig = config.model  # type: ignore[assignment]
         dense = model.attention is dot_product_attention
-        names, policy = tuple(model.products(1, 2)), MemoryPolicy.of(model.memory)
+        names, policy = tuple(model.product_flops(1, 2)), MemoryPolicy.of(model.memory)
         counts = {
             name: _extra_flops(policy, {other: int(other == name) for other in names}, None if dense else "lse")
             for name in names
@@ -175,7 +175,7 @@ class _Place:
         copies = sum(index.size * weight for index, (_, weight) in zip(assigned.index, groups, strict=True))
         parts = schedule.microbatches_of(layout.stages, config.micro_batch, layout.split("batch"))
         counts = {name: n + (name != "logits") for name, n in counts.items()}  # a backward phase recomputes its stage
-        forward = model.products(config.batch_size, config.seq_len)
+        forward = model.product_flops(config.batch_size, config.seq_len)
         layers = sum(forward.values()) - forward["logits"]
         made = sum(forward[name] * n for name, n in counts.items() if name != "logits")
         alone = layout.stages * math.prod(layout.sizes[m] for m in replicas_of(*describe_model(model), layout))
@@ -243,7 +243,7 @@ def _attended(config: TrainConfig, at: _Place) -> list[Op]:
     batch, seq = config.batch_size, config.seq_len
     share = at.share("batch", "seq", "heads", "layers")
     pairs = model.depth * batch * z.heads * seq * seq
-    made = {name: float(n) for name, n in model.products(batch, seq).items()}
+    made = {name: float(n) for name, n in model.product_flops(batch, seq).items()}
     width = {"scores": z.head_dim, "attn_out": z.value_dim}
     rows = batch * seq * model.depth * size
     keys = key_heads_read(z.heads // at.layout.split("heads"), z.heads // z.kv_heads)  # for one device's queries

@@ -10,7 +10,7 @@ from jaxscale.step.config import TrainConfig
 from jaxscale.step.state import describe_model
 
 _WITHOUT_WEIGHTS = ("scores", "attn_out")
-"""Those of a model's `products` whose operands are both activations."""
+"""Those of a model's `product_flops` whose operands are both activations."""
 
 
 def model_flops(config: TrainConfig) -> int | None:
@@ -19,7 +19,7 @@ def model_flops(config: TrainConfig) -> int | None:
     That is three times a forward pass (PaLM, Chowdhery et al. 2022, appendix B; attention counts causal pairs only, see
     `Transformer.flops`). With adapters, products with frozen weights count twice and not three times, since these have
     no gradient, and the adapters' own products three times (Hu et al. 2021): about two thirds in all. If the model has
-    no method `products`, all its products are then assumed to be with weights.
+    no method `product_flops`, all its products are then assumed to be with weights.
 
     Args:
       config: the run's settings.
@@ -33,7 +33,7 @@ def model_flops(config: TrainConfig) -> int | None:
     if config.adapters is None:
         return model.flops(rows, seq)
     forward = model.flops(rows, seq, training=False)
-    products = model.products(rows, seq) if isinstance(model, CountsProducts) else {}
+    products = model.product_flops(rows, seq) if isinstance(model, CountsProducts) else {}
     without_weights = sum(products.get(name, 0) for name in _WITHOUT_WEIGHTS)  # both operands have a gradient
     adaptation = config.adapters.adapt(*describe_model(model))
     trained = 2 * rows * seq * sum(i.size for i in jax.tree.leaves(adaptation.adapters))

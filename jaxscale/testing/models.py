@@ -75,7 +75,7 @@ def _check(config: ModelConfig, name: str, tolerance: float) -> tuple[str, ...]:
     capabilities += [Decodable] if _decodes(config, model) else []
     capabilities += [Plannable] if isinstance(config, Plannable) else []
     if isinstance(config, Plannable) and isinstance(config, CountsFlops):
-        counted, products = config.flops(2, SEQ, training=False), sum(config.products(2, SEQ).values())
+        counted, products = config.flops(2, SEQ, training=False), sum(config.product_flops(2, SEQ).values())
         assert counted == products, f"{name}: its products have {products} FLOPs, but its forward pass has {counted}"
     if isinstance(model, LanguageModel):
         _check_language_model(config, model, same)

@@ -97,7 +97,7 @@ def test_blocks_that_say_what_flat_fields_say_are_the_same_model():
     blocks = (BlockConfig(mlp=SwiGLU, window=4), BlockConfig())
     same = dataclasses.replace(flat, windows=(None,), mlp_every=1, blocks=blocks)
     assert same.layer_specs() == flat.layer_specs() and same.runs == flat.runs
-    assert same.products(2, 16) == flat.products(2, 16)
+    assert same.product_flops(2, 16) == flat.product_flops(2, 16)
     assert same_model(flat, same) and not same_model(flat, dataclasses.replace(same, blocks=blocks[::-1]))
     assert not same_model(flat, dataclasses.replace(same, blocks=(BlockConfig(mlp=GELU, window=4), FULL)))
     assert same.active_param_count() == flat.active_param_count() < same.param_count() == flat.param_count()
@@ -112,7 +112,7 @@ def test_a_mixed_stack_counts_every_layers_parameters_and_products():
     ]
     of_layer = attention.param_count() - recurrent.param_count()
     assert MIXED.param_count() == 8 * (recurrent.param_count() - 2 * 64 * 16 - 16) + 2 * of_layer + 2 * 64 * 16 + 16
-    forward = MIXED.products(2, 16)
+    forward = MIXED.product_flops(2, 16)
     assert forward["recurrence"] == 6 * 2 * 2 * 16 * 4 * 16 * 16
     assert forward["qkv"] == 2 * attention.products(2, 16)["qkv"]
 

@@ -23,7 +23,7 @@ MODEL = TransformerConfig(
 
 
 def test_products_are_those_that_flops_count():
-    made = MODEL.products(2, 8)
+    made = MODEL.product_flops(2, 8)
     for name in ("qkv", "residual_mid"):
         assert sum(p.flops for p in products(MODEL, 8) if p.name == name) * 2 * 8 == made[name]
 

@@ -93,7 +93,7 @@ def test_estimates_are_what_one_counts_by_hand():
     away = estimate(dataclasses.replace(TINY, optimizer=OnHost()), TOPOLOGY)
     assert away.state + away.host == result["none"].state and 2 * away.state - away.host < 0.01 * params
     forward = c.flops(8, 512, training=False)
-    last = c.products(8, 512)["mlp_down"] + c.products(8, 512)["logits"]
+    last = c.product_flops(8, 512)["mlp_down"] + c.product_flops(8, 512)["logits"]
     assert result["full"].extra_flops == (forward - last) / (3 * forward)
     assert result["none"].extra_flops == 0
     table, norms = 256 * 256 * 4, (2 * 8 + 1) * 256 * 4
@@ -189,7 +189,7 @@ def test_experts_that_drop_nothing_have_room_for_every_token_of_those_who_send()
 
 def test_the_models_products_are_its_flops():
     c = TINY.model
-    assert sum(c.products(4, 64).values()) == c.flops(4, 64, training=False)
+    assert sum(c.product_flops(4, 64).values()) == c.flops(4, 64, training=False)
 
 
 def test_a_run_without_a_layout_is_one_sentence():

@@ -166,7 +166,7 @@ def test_a_mixtures_estimate_counts_active_experts_and_its_choice_leaves_tiles_o
     assert per_device("mlp_up") == 2 * 3 * up and per_device("mlp_hidden") == 3 * up
     result = estimate(dataclasses.replace(config, model=dataclasses.replace(model, memory="full")), TOPOLOGY)
     forward = model.flops(8, 512, training=False)
-    last = model.products(8, 512)["mlp_down"] + model.products(8, 512)["logits"]
+    last = model.product_flops(8, 512)["mlp_down"] + model.product_flops(8, 512)["logits"]
     assert result.extra_flops == (forward - last) / (3 * forward)
     with raises_saying(ConfigError, "none of the memory policies minimal"):
         choose(config, TOPOLOGY, 10**9, policies={"minimal": POLICIES["minimal"]})

@@ -40,7 +40,7 @@ def test_products_have_the_sizes_that_make_the_models_flops(preset):
     model, result = preset(), {}
     for p in products(model, 4096):
         result[p.name] = result.get(p.name, 0) + p.flops * 4096
-    known = model.products(1, 4096)
+    known = model.product_flops(1, 4096)
     assert {n: known[n] for n in result} == result
     assert set(known) - set(result) <= {"scores", "attn_out", "router"}
 
@@ -53,7 +53,7 @@ def test_devices_together_compute_what_the_model_does(mesh):
     model = llama3_8b(attention=flash_attention, memory="none")
     config = TrainConfig(model=model, layout=js.Layout(mesh), batch_size=16, seq_len=4096)
     work = work_of(config, config.layout, NOTHING, ())
-    forward = model.products(16, 4096)
+    forward = model.product_flops(16, 4096)
     whole = 3 * sum(forward.values()) + forward["scores"] + forward["logits"]  # kernels make those once more
     if config.layout.stages > 1:  # a backward phase runs its stage again
         whole += sum(forward.values()) - forward["logits"]

@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_said():
 def test_a_pair_of_tokens_that_see_each_other_is_counted_twice():
     """Two tokens have three causal pairs, four without a mask."""
     causal = dataclasses.replace(MODEL, attention=dot_product_attention)
-    assert MODEL.products(1, 2)["scores"] * 3 == causal.products(1, 2)["scores"] * 4
+    assert MODEL.product_flops(1, 2)["scores"] * 3 == causal.product_flops(1, 2)["scores"] * 4
 
 
 def test_an_encoder_is_not_exported_as_a_model_that_reads_from_left_to_right(tmp_path):

@@ -1,0 +1,8 @@
+"""The numbers in which layers multiply with their matrices: the values of `Transformer.products`."""
+
+from jaxscale.nn.products.base import EightBits, ProductRule, Products, apply_products, layers_of, rules_of
+from jaxscale.nn.products.fp8 import Fp8
+from jaxscale.nn.products.int8 import Int8
+from jaxscale.nn.products.mxfp8 import MXFP8
+
+__all__ = ["EightBits", "Fp8", "Int8", "MXFP8", "ProductRule", "Products", "apply_products", "layers_of", "rules_of"]

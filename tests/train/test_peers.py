@@ -204,7 +204,7 @@ def test_real_processes_one_is_killed_and_one_joins(tmp_path):
         settings += ["--gin.PeerDiLoCo.shares=4", "--gin.train.keep=2", "--gin.train.eval_batches=0"]
         started = {n: train("train", str(gin), *settings, "--run", str(runs[n])) for n in ("a", "b", "killed")}
         try:
-            until(lambda: one.round >= 2, limit=300)
+            until(lambda: one.round >= 2 and any(runs["killed"].glob("checkpoints/*/manifest.json")), limit=300)
             started["killed"].send_signal(signal.SIGKILL)
             until(lambda: len(one.members()) == 2, limit=30)
             round = one.round
@@ -223,6 +223,9 @@ def test_real_processes_one_is_killed_and_one_joins(tmp_path):
             for p in started.values():
                 p.kill()
             raise AssertionError(f"{one.lines} {[(n, p.communicate()) for n, p in started.items()]}") from e
+        finally:
+            for p in started.values():
+                p.kill()
     codes = {name: code for name, (_, code) in ended.items()}
     assert codes == {"a": 143, "b": 143, "late": 143, "again": 143, "killed": -signal.SIGKILL}, ended
     of = {name: digests(run) for name, run in runs.items()}

@@ -1,9 +1,9 @@
 """Bytes, rounding errors and loss of a trained model in every format of stored weights.
 
     jaxscale train experiments/demo.gin --devices 8 --run runs/demo-stored
-    python experiments/stored_weights/errors.py runs/demo-stored
+    python experiments/stored_weights/errors.py runs/demo-stored [FORMAT ...]
 
-Writes errors.json beside this file and prints the README's table.
+Writes errors.json beside this file and prints the README's table; with names of formats, only their rows are new.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def rows_of(run: js.Run) -> np.ndarray:
     return np.stack([np.asarray(documents.tokens[s : s + LENGTH + 1]) for s in starts]).astype(np.int32)
 
 
-def main(folder: str) -> None:
+def main(folder: str, *names: str) -> None:
     """Measure every format on a run's model."""
     run = js.load(folder)
     graphdef, infos = describe_model(run.config.model)
@@ -77,7 +77,12 @@ def main(folder: str) -> None:
     count = sum(i.size for i in jax.tree.leaves(infos) if i.path in matrices)
     plain = mean_loss(params)
     table = [dict(name="float32", bits=32.0, error=0.0, worst=0.0, rounding=0.0, added=0.0)]
+    file = pathlib.Path(__file__).parent / "errors.json"
+    if names:
+        table = [row for row in json.loads(file.read_text())["formats"] if row["name"] not in names]
     for name, (made, _) in FORMATS.items():
+        if names and name not in names:
+            continue
         few = made.encoded(jax.tree.map(jnp.copy, params), infos, None)
         weights = [w for w in jax.tree.leaves(few, is_leaf=lambda w: isinstance(w, Weight)) if isinstance(w, Weight)]
         before = [x for i, x in zip(jax.tree.leaves(infos), jax.tree.leaves(params), strict=True) if i.path in matrices]
@@ -89,7 +94,8 @@ def main(folder: str) -> None:
             squares, errors = squares + square, [*errors, square / float(np.sum(original**2))]
             rounding = max(rounding, float(np.max(np.abs(np.asarray(weight.dense()) - exact)) / np.max(np.abs(exact))))
         stored = sum(x.nbytes for w in weights for x in jax.tree.leaves(w))
-        dense = jax.tree.map(lambda i, w: as_weight(w).dense(i.dtype), infos, few)
+        if made.activations is None:  # else products round activations
+            few = jax.tree.map(lambda i, w: as_weight(w).dense(i.dtype), infos, few)
         table.append(
             dict(
                 name=name,
@@ -97,7 +103,7 @@ def main(folder: str) -> None:
                 error=(squares / total) ** 0.5,
                 worst=max(errors) ** 0.5,
                 rounding=rounding,
-                added=mean_loss(dense) - plain,
+                added=mean_loss(few) - plain,
             )
         )
         print(_line(table[-1]), flush=True)
@@ -111,7 +117,7 @@ def main(folder: str) -> None:
         model=dataclasses.asdict(run.config.model)["width"],
         formats=table,
     )
-    (pathlib.Path(__file__).parent / "errors.json").write_text(json.dumps(about, indent=1) + "\n")
+    file.write_text(json.dumps(about, indent=1) + "\n")
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -183,6 +183,35 @@ def test_products_and_their_gradients_are_those_of_the_dense_kernel(name):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("made", "shape", "contracted"),
+    [
+        (Stored("int8", activations=8), (64, 6), (0,)),
+        (Stored("int4", group=16, activations=4), (64, 6), (0,)),
+        (Stored("int6", group=32, outputs=2, activations=8), (4, 16, 6), (0, 1)),
+        (Stored("int4", group=8, scale="e8m0", activations=8), (4, 16, 6), (0, 1)),
+        (Stored("int8", group=16, activations=3), (6, 64), (1,)),
+    ],
+)  # fmt: skip
+def test_products_of_integers_are_those_of_numpy(made, shape, contracted):
+    kernel = RNG.normal(size=shape).astype(np.float32)
+    from_last = tuple(d - len(shape) for d in contracted)
+    weight = made.encode(jnp.asarray(kernel), from_last)
+    inputs, top = [shape[d] for d in contracted], 2 ** (made.activations - 1) - 1
+    x = RNG.normal(size=(3, 2, *inputs)).astype(np.float32)
+    axes = tuple("embed" if d in contracted else "mlp" for d in range(len(shape)))
+    axes = ("heads", "head_dim", "embed") if len(shape) == 3 else axes
+    got = project(jnp.asarray(x), weight, axes, contracted, Arithmetic.cast("float32"))
+    groups = x.reshape(3, 2, -1, made.group or 64)
+    scale = np.float32(np.abs(groups).max(-1, keepdims=True)) / np.float32(top)
+    rounded = (np.round(groups / scale) * scale.astype(np.float64)).reshape(x.shape)
+    out = [d for d in range(len(shape)) if d not in contracted]
+    matrix = np.transpose(np.asarray(weight.dense(), np.float64), (*contracted, *out)).reshape(np.prod(inputs), -1)
+    np.testing.assert_allclose(got, (rounded.reshape(3, 2, -1) @ matrix).reshape(got.shape), rtol=1e-5, atol=1e-5)
+    gradient = jax.grad(lambda x: jnp.sum(project(x, weight, axes, contracted, Arithmetic.cast("float32"))))(x)
+    np.testing.assert_allclose(gradient[0, 0].reshape(-1), matrix.sum(1), rtol=1e-4, atol=1e-5)
+
+
 MODULES = {
     "linear": (
         lambda r: Linear({"embed": 32}, {"heads": 4, "head_dim": 16}, rngs=r), (lambda m, x: m(x)),
@@ -201,7 +230,8 @@ MODULES = {
     [
         ("linear", "nvfp4"),
         *(pytest.param(m, n, marks=pytest.mark.long)
-          for m, n in (("linear", "int3"), ("linear", "fp8_blocks"), ("experts", "int3"), ("experts", "nvfp4"))),
+          for m, n in (("linear", "int3"), ("linear", "fp8_blocks"), ("linear", "w4a8"), ("experts", "int3"),
+                       ("experts", "nvfp4"))),
     ],
 )  # fmt: skip
 def test_sharded_weights_are_those_of_one_device(module, name):
@@ -255,7 +285,9 @@ def test_settings_out_of_range_name_what_there_is():
         (dict(numbers="int9"), "no numbers 'int9'"), (dict(numbers="nf3"), "did you mean 'nf4'"),
         (dict(scale="float23"), "Stored.scale = 'float23'"), (dict(zeros=True), "need 'uint4'"),
         (dict(numbers="kmeans9"), "1 to 8 bits"), (dict(word="int8"), "'uint8' or 'uint32'"), (dict(group=0), "above"),
-        (dict(outputs=True), "Stored.outputs = True"), (dict(scale=Stored("kmeans4")), "no tables of their own"),
+        (dict(outputs=True), "Stored.outputs = True"), (dict(activations=1), "2 to 8 bits"),
+        (dict(numbers="nf4", activations=8), "needs products of integers"),
+        (dict(scale=Stored("kmeans4")), "no tables of their own"),
     ):  # fmt: skip
         with raises_saying(ConfigError, message):
             Stored(**wrong)

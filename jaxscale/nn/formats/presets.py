@@ -46,6 +46,19 @@ FORMATS: dict[str, tuple[Stored, str]] = {
             ("mxint8", "int8"), ("bfp4", "int4"), ("bfp6", "int6"),
         )
     },
+    "w8a8": (Stored("int8", activations=8), "int8, times activations rounded to 8 bits for each token."),
+    "w6a8": (
+        Stored("int6", group=128, scale="bfloat16", activations=8),
+        "int6, times activations rounded to 8 bits for each token and 128 inputs.",
+    ),
+    "w4a8": (
+        Stored("int4", group=128, scale="bfloat16", activations=8),
+        "int4, times activations rounded to 8 bits for each token and 128 inputs.",
+    ),
+    "w4a4": (
+        Stored("int4", group=128, scale="bfloat16", activations=4),
+        "int4, times activations rounded to 4 bits for each token and 128 inputs.",
+    ),
     "nvfp4": (
         Stored("e2m1", group=16, scale=_OF_TENSOR),
         "4-bit floats (e2m1), an e4m3 scale for each 16 inputs, and a float32 factor for each matrix.",

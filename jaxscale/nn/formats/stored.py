@@ -40,6 +40,8 @@ class Stored(WeightFormat):
       centred: whether the mean of a matrix is subtracted first, and stored as a float32 number; of matrices whose last
         dimension is summed, as an output head, the mean of each output.
       word: type of the words that the codes are packed in, "uint8" or "uint32".
+      activations: bits to which a token's inputs of a group are rounded in products of integers, 2 to 8; `None`
+        multiplies in the type of the computation. Experts and latent attention's absorbed projections always do.
 
     Raises:
       ConfigError: there is no such type of number, or a setting is out of its range.
@@ -52,6 +54,7 @@ class Stored(WeightFormat):
     zeros: bool = False
     centred: bool = False
     word: str = "uint8"
+    activations: int | None = None
 
     def __post_init__(self) -> None:
         kind = self._kind
@@ -63,6 +66,14 @@ class Stored(WeightFormat):
             raise ConfigError(
                 f"Stored.zeros = True with the numbers '{self.numbers}': zero points need 'uint{kind.bits}'"
             )
+        if self.activations is not None:
+            if self.activations not in range(2, 9):
+                raise ConfigError(f"Stored.activations = {self.activations!r}: must be 2 to 8 bits, or None")
+            if not self.numbers.startswith("int") or self.centred:
+                raise ConfigError(
+                    f"Stored.activations = {self.activations} needs products of integers: numbers 'int2' to 'int8' and "
+                    f"centred = False, not '{self.numbers}'{' with a mean' if self.centred else ''}"
+                )
         if self.word not in ("uint8", "uint32"):
             raise ConfigError(f"Stored.word = {self.word!r}: must be 'uint8' or 'uint32'")
         if isinstance(self.scale, str) and self.scale not in FLOATS:
@@ -231,7 +242,8 @@ class Stored(WeightFormat):
             codes = nearest(x, table, lead)
         else:
             codes = self._kind.encode(x)
-        return StoredWeight.of(codes, self._kind.name, axis, self.word, scale=few, zero=zeros, table=table)
+        parts = dict(scale=few, zero=zeros, table=table, activations=self.activations)
+        return StoredWeight.of(codes, self._kind.name, axis, self.word, **parts)
 
     def _stored_scale(self, scale: Array, shape: tuple[int, ...], contracted: tuple[int, ...]) -> tuple[Any, Array]:
         """Return scales as they are stored, and their float32 values for each weight."""

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, UInt, UInt8
 from jaxscale.layout import TensorInfo, constrain, path_name
 from jaxscale.layout.tensors import Tree
 from jaxscale.nn.formats.blocks import spread
+from jaxscale.nn.formats.integer_products import integer_product
 from jaxscale.nn.formats.numbers import from_table, numbers_of
 from jaxscale.nn.formats.packing import pack, unit, unpack
 from jaxscale.parallel import Arithmetic, Weight
@@ -37,6 +38,8 @@ class StoredWeight(Weight):
         numbers of the codes; `None` is those of `numbers`.
       numbers: the type of number, see `numbers_of`.
       axis: the packed dimension, counted from the last as -1.
+      activations: bits to which activations are rounded in products of integers, 2 to 8; `None` computes the kernel
+        and multiplies in the arithmetic of the layer. The codes are then "int2" to "int8", without zero points.
     """
 
     gathers: ClassVar[bool] = True
@@ -47,6 +50,7 @@ class StoredWeight(Weight):
     table: Float[Array, "..."] | None = None
     numbers: str = dataclasses.field(default="int4", metadata={"static": True})
     axis: int = dataclasses.field(default=-1, metadata={"static": True})
+    activations: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def of(
@@ -88,12 +92,30 @@ class StoredWeight(Weight):
 
     def gathered(self, axes: tuple[str, ...], dtype: DTypeLike) -> Float[Array, "..."]:
         """See `Weight`: devices exchange the codes and scales, and each computes the kernel from them."""
+        return constrain(self._whole(axes).dense(dtype), *axes)
+
+    def _whole(self, axes: tuple[str, ...]) -> StoredWeight:
+        """Return this weight, its arrays sharded as activations."""
 
         def gather(x: Array) -> Array:
             names = _names(x.shape, self.shape, axes)
             return constrain(constrain(x, *names, kind="params"), *names)
 
-        return constrain(jax.tree.map(gather, self).dense(dtype), *axes)
+        return jax.tree.map(gather, self)
+
+    def multiplied(self, x: Float[Array, "..."], axes: tuple[str, ...], contracted: tuple[int, ...]) -> Array:
+        """Return the product of integers; see `integer_product`.
+
+        Args:
+          x: activations.
+          axes: logical axis per dimension of the kernel.
+          contracted: see `matmul`.
+        """
+        whole = self._whole(axes)
+        assert self.activations is not None
+        codes = constrain(numbers_of(self.numbers).decode(whole.unpacked()).astype(jnp.int8), *axes)
+        scale = None if whole.scale is None else _float(whole.scale)
+        return integer_product(x, codes, scale, contracted, self.activations)
 
     def matmul(
         self,
@@ -102,7 +124,9 @@ class StoredWeight(Weight):
         contracted: tuple[int, ...],
         arithmetic: Arithmetic,
     ) -> Float[Array, "..."]:
-        """See `Weight`. The backward pass computes the kernel again; gradients reach float scales."""
+        """See `Weight`. The backward pass computes the kernel again; gradients reach float scales, and pass the rounding of
+        activations as if there were none.
+        """
         return _product(x, self, axes, contracted, arithmetic)
 
     def infos(self, info: TensorInfo) -> Tree:
@@ -165,7 +189,10 @@ def _product(x, weight, axes, contracted, arithmetic):  # type: ignore[no-untype
 
 
 def _forward(x, weight, axes, contracted, arithmetic):  # type: ignore[no-untyped-def]
-    y = _dot(x, weight, axes, contracted, arithmetic.dtype, arithmetic.forward, arithmetic.out_dtype)
+    if weight.activations is not None:
+        y = weight.multiplied(x, axes, contracted).astype(arithmetic.out_dtype)
+    else:
+        y = _dot(x, weight, axes, contracted, arithmetic.dtype, arithmetic.forward, arithmetic.out_dtype)
     return y, (x, weight)  # not the kernel, so that no dense copy is held
 
 

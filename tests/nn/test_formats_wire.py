@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,9 +12,10 @@ from flax import nnx
 import jaxscale as js
 from jaxscale.layout import shardings_of
 from jaxscale.models import TransformerConfig
-from jaxscale.nn import MixtureOfExperts
+from jaxscale.nn import MixtureOfExperts, project
 from jaxscale.nn.formats import FORMATS, Stored
 from jaxscale.optim import SGD, Constant
+from jaxscale.parallel import Arithmetic
 from jaxscale.plan import compile_for, dry_run, explain, topology_devices
 from jaxscale.plan.collectives import collectives
 from jaxscale.step import LoRA, TrainConfig, settled
@@ -50,6 +53,23 @@ def test_tpus_gather_codes_and_scales_and_no_kernel(mlp):
     for made in (FORMATS["nvfp4"][0], Stored("int4", group=32, scale="bfloat16")):
         few, stored = sent(model, made, layout)
         assert few == stored + rest
+
+
+@pytest.mark.tpu_aot
+def test_tpus_multiply_integers_of_8_bits():
+    weight = jax.eval_shape(
+        lambda k: FORMATS["w8a8"][0].encode(k, (-2,)), jax.ShapeDtypeStruct((256, 512), jnp.float32)
+    )
+    x = jax.ShapeDtypeStruct((16, 256), jnp.bfloat16)
+    product = compile_for(
+        lambda x, w: project(x, w, ("embed", "mlp"), (0,), Arithmetic.cast("bfloat16")), "v5e:2x2", x, weight
+    ).as_text()
+    lines = [line for line in product.splitlines() if " convolution(" in line or " dot(" in line]
+    assert lines and all("s32[" in line.split(" = ")[1] for line in lines), lines
+    operands = re.findall(r"(\S+) = (\w+)\[", product)
+    types = dict(operands)
+    names = [n for line in lines for n in re.findall(r"%[\w.\-]+", line.split("(", 1)[1])[:2]]
+    assert {types[n] for n in names} == {"s8"}
 
 
 @pytest.mark.long

@@ -43,8 +43,15 @@ FORMATS: dict[str, tuple[Stored, str]] = {
         )
         for name, numbers in (
             ("mxfp4", "e2m1"), ("mxfp6", "e3m2"), ("mxfp6_e2m3", "e2m3"), ("mxfp8", "e4m3"), ("mxfp8_e5m2", "e5m2"),
-            ("mxint8", "int8"), ("bfp4", "int4"), ("bfp6", "int6"),
+            ("mxint8", "int8"),
         )
+    },
+    **{
+        f"bfp{bits}": (
+            Stored(f"int{bits}", group=32, scale="e8m0"),
+            f"block floating point: {bits}-bit integers, a power of two for each 32 inputs.",
+        )
+        for bits in (4, 6)
     },
     "w8a8": (Stored("int8", activations=8), "int8, times activations rounded to 8 bits for each token."),
     "w6a8": (

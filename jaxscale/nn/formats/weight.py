@@ -124,8 +124,9 @@ class StoredWeight(Weight):
         contracted: tuple[int, ...],
         arithmetic: Arithmetic,
     ) -> Float[Array, "..."]:
-        """See `Weight`. The backward pass computes the kernel again; gradients reach float scales, and pass the rounding of
-        activations as if there were none.
+        """See `Weight`. The backward pass computes the kernel again; gradients reach float scales.
+
+        They pass the rounding of activations as if there were none.
         """
         return _product(x, self, axes, contracted, arithmetic)
 

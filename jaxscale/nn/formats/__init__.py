@@ -1,5 +1,6 @@
 """Formats of stored weights: types of numbers, scales of blocks, packed codes."""
 
+from jaxscale.nn.formats.bit_planes import bit_plane_product, planes
 from jaxscale.nn.formats.by_name import ByName
 from jaxscale.nn.formats.float_zeros import FloatZeros
 from jaxscale.nn.formats.numbers import NumberType, numbers_of
@@ -17,7 +18,9 @@ __all__ = [
     "NumberType",
     "Stored",
     "StoredWeight",
+    "bit_plane_product",
     "numbers_of",
     "pack",
+    "planes",
     "unpack",
 ]

@@ -8,10 +8,10 @@ import re
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, UInt8
 
 from jaxscale.errors import ConfigError, near
+from pallas_kernels.stored_matmul import Floats, Integers, Numbers, Powers, Table
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -49,21 +49,27 @@ class NumberType:
         """The smallest number above 0 that float32 has as a normal number."""
         return min(v for v in self.values if v >= float(np.finfo(np.float32).tiny))
 
+    @property
+    def computed(self) -> Numbers | None:
+        """The numbers as a kernel computes them from codes; `None` if it cannot."""
+        if (low := _lowest(self)) is not None:
+            return Integers(self.bits, signed=low < 0)
+        if self.parts is not None:
+            return Floats(*self.parts)
+        return Powers() if self.name == "e8m0" else Table(self.values) if self.bits <= 4 else None
+
     def decode(self, codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
         """Return the float32 numbers of codes.
 
         Args:
           codes: uint8, each below 2^bits.
         """
-        if self.name == "e8m0":
-            exponent = codes.astype(jnp.uint32) << 23
-            power = lax.bitcast_convert_type(jnp.where(codes == 0, jnp.uint32(1 << 22), exponent), jnp.float32)
-            return jnp.where(codes == 255, jnp.nan, power)
         if (low := _lowest(self)) is not None:
             mask = np.uint8(low & (2**self.bits - 1))  # the lowest number's code becomes 0
             return (codes ^ mask).astype(jnp.float32) + np.float32(low)
-        if self.parts is not None and self.bits > 4:
-            return _float32(codes, *self.parts)
+        if self.bits > 4:
+            assert self.computed is not None
+            return self.computed.decode(codes.astype(jnp.int32))
         return from_table(codes, jnp.asarray(self.values, jnp.float32), self.bits)
 
     def encode(self, x: Float[Array, "..."]) -> UInt8[Array, "..."]:
@@ -105,22 +111,6 @@ def _lowest(numbers: NumberType) -> int | None:
         if numbers.values == tuple(float((c ^ -low) + low) for c in range(2**numbers.bits)):
             return low
     return None
-
-
-def _float32(codes: Array, exponent: int, mantissa: int) -> Array:
-    """Return floats by their bits; no intermediate number is subnormal."""
-    c = codes.astype(jnp.uint32)
-    bias, sign = 2 ** (exponent - 1) - 1, (c >> (exponent + mantissa)) & 1
-    e, m = (c >> mantissa) & (2**exponent - 1), c & (2**mantissa - 1)
-    wide = e + (127 - bias)
-    if exponent + mantissa == 7 and mantissa > 0:
-        last = e == 2**exponent - 1
-        last = last & (m == 2**mantissa - 1) if (exponent, mantissa) == (4, 3) else last
-        wide = jnp.where(last, 255, wide)
-    normal = lax.bitcast_convert_type(wide << 23 | m << (23 - mantissa), jnp.float32)
-    small = m.astype(jnp.float32) * np.float32(2.0 ** (1 - bias - mantissa))
-    value = jnp.where(e == 0, small, normal)
-    return jnp.where(sign == 1, -value, value)
 
 
 @functools.cache

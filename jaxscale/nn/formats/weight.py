@@ -15,9 +15,10 @@ from jaxscale.layout import TensorInfo, constrain, path_name
 from jaxscale.layout.tensors import Tree
 from jaxscale.nn.formats.blocks import spread
 from jaxscale.nn.formats.integer_products import integer_product
+from jaxscale.nn.formats.kernels import kernel_product
 from jaxscale.nn.formats.numbers import from_table, numbers_of
 from jaxscale.nn.formats.packing import pack, unit, unpack
-from jaxscale.parallel import Arithmetic, Weight
+from jaxscale.parallel import Arithmetic, Cast, Weight
 from jaxscale.parallel.weight import kernel_gradient
 
 
@@ -198,6 +199,11 @@ def _forward(x, weight, axes, contracted, arithmetic):  # type: ignore[no-untype
 
 
 def _dot(x, weight, axes, summed, dtype, numbers, out_dtype):  # type: ignore[no-untyped-def]
+    if isinstance(numbers, Cast):
+        names = [_names(a.shape, weight.shape, axes) for a in jax.tree.leaves(weight)]
+        y = kernel_product(x, weight, axes, names, summed, numbers.dtype, out_dtype)
+        if y is not None:
+            return y
     dims = tuple(range(x.ndim - len(summed), x.ndim))
     left, right = numbers.left(x, dims), numbers.right(weight.gathered(axes, dtype), summed)
     return numbers.dot(left, right, ((dims, summed), ((), ())), out_dtype)

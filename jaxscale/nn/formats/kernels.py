@@ -1,0 +1,190 @@
+"""Products with stored weights by kernels, which unpack a tile of the weight in registers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxscale.layout import constrain, current
+from jaxscale.nn.formats.blocks import spread
+from jaxscale.nn.formats.numbers import numbers_of
+from jaxscale.nn.formats.packing import unit
+from jaxscale.parallel.sharded import cut_over, free_and_manual, sharded_op
+from pallas_kernels.dispatch import device
+from pallas_kernels.stored_matmul import IMPLEMENTATIONS, Codebook, Packed, stored_matmul
+
+if TYPE_CHECKING:
+    from jaxscale.nn.formats.weight import StoredWeight
+
+Names = tuple[str | None, ...]
+
+MOST_ROWS = 256
+"""Rows of activations on a device up to which a kernel multiplies: with more, unpacking the weight once is cheaper."""
+
+
+def kernel_product(
+    x: Float[Array, "..."],
+    weight: StoredWeight,
+    axes: tuple[str, ...],
+    names: Sequence[Names],
+    summed: tuple[int, ...],
+    dtype: DTypeLike,
+    out_dtype: DTypeLike,
+    implementation: str | None = None,
+) -> Float[Array, "..."] | None:
+    """Return `x · kernel` by a kernel, each device with its shards, or `None` where there is none.
+
+    Args:
+      x: activations, whose last dimensions are summed over.
+      weight: the kernel.
+      axes: logical axis per dimension of the kernel.
+      names: the same of each array of the weight.
+      summed: dimensions of the kernel that are summed over, all leading or all trailing.
+      dtype: of the operands.
+      out_dtype: of the product.
+      implementation: see `pallas_kernels.stored_matmul.stored_matmul`.
+    """
+    if implementation is None and not any(device().platform in i.platforms for i in IMPLEMENTATIONS):
+        return None
+    tokens = x.ndim - len(summed)
+    rest = tuple(axes[d] for d in range(len(axes)) if d not in summed)
+    free, _ = free_and_manual()
+    shared = current() is not None and bool(free)
+    if shared and tokens != 2:  # the names of other activations are not known
+        return None
+    of_tokens = ("batch", "seq") if tokens == 2 else (None,) * tokens
+    if _local_rows(x.shape[:tokens], of_tokens) > MOST_ROWS or not _matrix(weight, summed):
+        return None
+    leaves, tree = jax.tree.flatten(weight)
+    if shared and not all(_divides(weight, a, n) for a, n in zip(leaves, names, strict=True)):
+        return None
+    leaves = [constrain(constrain(a, *n, kind="params"), *n) for a, n in zip(leaves, names, strict=True)]
+    over = tuple(dict.fromkeys(m for d in summed for m in cut_over(axes[d]))) if shared else ()
+
+    def local(x: Array, *leaves: Array) -> Array:
+        here = jax.tree.unflatten(tree, leaves)
+        matrix, first = as_packed(here, summed), summed[0] == 0
+        flat = x.astype(dtype).reshape(math.prod(x.shape[:tokens]), -1)
+        y = stored_matmul(
+            flat,
+            matrix,
+            transposed=not first,
+            out_dtype=jnp.float32 if over else out_dtype,
+            implementation=implementation,
+        )
+        outputs = [n for d, n in enumerate(here.shape) if d not in summed]
+        y = y.reshape(*x.shape[:tokens], *outputs)
+        return lax.psum(y, over).astype(out_dtype) if over else y
+
+    into = (*of_tokens, *(axes[d] for d in summed))
+    return sharded_op(local, x, *leaves, axes=(into, *names), out_axes=(*of_tokens, *rest), name="a stored weight")
+
+
+def _local_rows(shape: Sequence[int], names: Sequence[str | None]) -> int:
+    """Return rows of activations on a device."""
+    return math.prod(shape) // math.prod(_devices(n) for n in names)
+
+
+def _devices(name: str | None) -> int:
+    """Return how many devices shard a dimension of this name here."""
+    layout = current()
+    if layout is None or name is None:
+        return 1
+    return math.prod(layout.sizes[m] for m in cut_over(name))
+
+
+def _divides(weight: StoredWeight, a: Array, names: Sequence[str | None]) -> bool:
+    """Return whether devices get whole units of words, and whole blocks."""
+    width = 8 * weight.codes.dtype.itemsize
+    for d, (size, name) in enumerate(zip(a.shape, names, strict=True)):
+        words = unit(numbers_of(weight.numbers).bits, width)[1]
+        piece = words if a is weight.codes and d == weight.axis % a.ndim else 1
+        if size % (piece * _devices(name)):
+            return False
+    return True
+
+
+def _matrix(weight: StoredWeight, summed: Sequence[int]) -> bool:
+    """Return whether the kernel is a matrix whose rows are packed, and its numbers have a kernel."""
+    rank, rows = len(weight.shape), _rows(len(weight.shape), summed)
+    if any(weight.shape[d] > 1 for d in range(weight.axis % rank + 1, rows)) or weight.axis % rank >= rows:
+        return False
+    kind = numbers_of(weight.numbers)
+    if weight.table is not None and (kind.bits > 4 or weight.table.size != 2**kind.bits):
+        return False
+    parts = (weight.scale, weight.zero, weight.offset)
+    return (weight.table is not None or kind.computed is not None) and all(
+        p is None or _uniform(p.shape[:rows], weight.shape[:rows]) for p in parts
+    )
+
+
+def _rows(rank: int, summed: Sequence[int]) -> int:
+    """Return how many leading dimensions are the matrix' rows: those summed over, or in a transpose the others."""
+    return len(summed) if summed[0] == 0 else rank - len(summed)
+
+
+def _uniform(part: Sequence[int], whole: Sequence[int]) -> bool:
+    """Return whether blocks of some dimensions are equal stretches of the flattened ones."""
+    inside = False
+    for m, n in zip(part, whole, strict=True):
+        if inside and m > 1:
+            return False
+        inside = inside or m < n
+    return True
+
+
+def as_packed(weight: StoredWeight, summed: Sequence[int]) -> Packed:
+    """Return a kernel as the matrix of a product by a kernel.
+
+    Args:
+      weight: the kernel.
+      summed: dimensions that are summed over.
+    """
+    shape, rows = weight.shape, _rows(len(weight.shape), summed)
+    columns = math.prod(shape[rows:])
+    kind = numbers_of(weight.numbers)
+
+    def flat(a: Array) -> Array:
+        wide = (*a.shape[:rows], *(shape[rows:] if max(a.shape[rows:]) > 1 else a.shape[rows:]))
+        a = jnp.broadcast_to(spread(a, wide), wide)
+        return a.reshape(math.prod(a.shape[:rows]), -1)
+
+    scale, factor = weight.scale, None
+    more: dict[str, Any] = {}
+    if scale is not None and not isinstance(scale, jax.Array):
+        one = scale.scale
+        alone = scale.zero is None and scale.offset is None and scale.table is None
+        single = one is None or (isinstance(one, jax.Array) and one.size == 1)
+        decoded = numbers_of(scale.numbers)
+        if alone and single and decoded.bits == 8 and decoded.computed is not None:
+            more = {"scale_numbers": decoded.computed}
+            factor = one.astype(jnp.float32).reshape(1, 1) if isinstance(one, jax.Array) else None
+            scale = scale.unpacked()
+        else:
+            scale = scale.dense()
+    zero = weight.zero
+    if zero is not None and not isinstance(zero, jax.Array):
+        plain = zero.numbers == "uint8" and all(p is None for p in (zero.scale, zero.zero, zero.offset, zero.table))
+        zero = zero.unpacked() if plain else zero.dense()
+    offset = weight.offset
+    if offset is not None and not isinstance(offset, jax.Array):
+        offset = offset.dense()
+    numbers = kind.computed if weight.table is None else Codebook(kind.bits)
+    assert numbers is not None
+    return Packed(
+        weight.codes.reshape(-1, columns),
+        None if scale is None else flat(scale),
+        None if zero is None else flat(zero),
+        None if offset is None else flat(offset),
+        factor,
+        None if weight.table is None else weight.table.reshape(-1),
+        numbers=numbers,
+        **more,
+    )

@@ -51,7 +51,11 @@ class Packed:
         return rows * self.codes.dtype.itemsize * 8 // self.numbers.bits, columns
 
     def of(self, part: str) -> Numbers:
-        """Return what a part's uint8 codes stand for."""
+        """Return what a part's uint8 codes stand for.
+
+        Args:
+          part: "scale" or "zero".
+        """
         return self.scale_numbers if part == "scale" else Integers(8, signed=False)
 
 

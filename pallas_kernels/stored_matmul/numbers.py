@@ -28,7 +28,7 @@ class Integers:
 
         Args:
           codes: int32, 0 to 2^bits - 1.
-          table: of a `Codebook`, else `None`.
+          table: unused.
         """
         if self.signed:
             half = 2 ** (self.bits - 1)
@@ -54,7 +54,12 @@ class Floats:
         return 1 + self.exponent + self.mantissa
 
     def decode(self, codes: jax.Array, table: Any = None) -> jax.Array:
-        """See `Integers`; no intermediate number is subnormal, which a device may count as 0."""
+        """Return float32 numbers; none on the way is subnormal, which a device may count as 0.
+
+        Args:
+          codes: int32, 0 to 2^bits - 1.
+          table: unused.
+        """
         e_bits, m_bits = self.exponent, self.mantissa
         bias = 2 ** (e_bits - 1) - 1
         m, e = codes & (2**m_bits - 1), (codes >> m_bits) & (2**e_bits - 1)
@@ -73,10 +78,18 @@ class Floats:
 class Powers:
     """Powers of two, 2^(code - 127); 255 is NaN (e8m0 of the OCP's MX formats)."""
 
-    bits: int = 8
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 8
 
     def decode(self, codes: jax.Array, table: Any = None) -> jax.Array:
-        """See `Integers`."""
+        """Return the float32 number of each code.
+
+        Args:
+          codes: int32, 0 to 2^bits - 1.
+          table: unused.
+        """
         bits = jnp.where(codes == 0, 1 << 22, codes << 23)
         value = lax.bitcast_convert_type(bits, jnp.float32)
         return jnp.where(codes == 255, jnp.float32(jnp.nan), value)
@@ -98,7 +111,12 @@ class Table:
         return (len(self.values) - 1).bit_length()
 
     def decode(self, codes: jax.Array, table: Any = None) -> jax.Array:
-        """See `Integers`; by selections."""
+        """Return the float32 number of each code, by selections.
+
+        Args:
+          codes: int32, 0 to 2^bits - 1.
+          table: unused.
+        """
         return _select(codes, [jnp.float32(v) for v in self.values])
 
 
@@ -113,7 +131,12 @@ class Codebook:
     bits: int
 
     def decode(self, codes: jax.Array, table: Any = None) -> jax.Array:
-        """See `Integers`; by selections."""
+        """Return the float32 number of each code, by selections.
+
+        Args:
+          codes: int32, 0 to 2^bits - 1.
+          table: the numbers, one for each code.
+        """
         return _select(codes, [table[i] for i in range(2**self.bits)])
 
 

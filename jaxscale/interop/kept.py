@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -79,6 +80,7 @@ class Kept(Foreign):
         contracted = {i.path: i for i in infos}
         self.keeps = {b.name: keep for b in bound if (keep := self._keep(b, contracted[b.name])) is not None}
         self._last: tuple[str, Planes] | None = None
+        self._lock = threading.Lock()
 
     @property
     def format(self) -> ByName:
@@ -160,10 +162,11 @@ class Kept(Foreign):
 
     def _spread(self, name: str, field: str, kind: Kind) -> np.ndarray:
         """Return codes, or scales or zero points for each code, (outputs, inputs)."""
-        if self._last is None or self._last[0] != name:
-            self._last = None
-            self._last = (name, self._decoded.planes(name))
-        planes = self._last[1]
+        with self._lock:  # several threads may read
+            if self._last is None or self._last[0] != name:
+                self._last = None
+                self._last = (name, self._decoded.planes(name))
+            planes = self._last[1]
         if field == "codes":
             return planes.codes
         values = planes.scale if field == "scale" else planes.zeros

@@ -18,6 +18,7 @@ from jaxscale.interop.safetensors import DTYPES, write_header
 from jaxscale.interop.stored import Decoded, layout_of
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import MixtureOfExperts, MultiHeadLatent, Rotary, SoftmaxRouter
+from jaxscale.nn.formats.numbers import NF4
 from tests.truth import packed
 from tests.truth.adapted import drawn
 from tests.truth.hf_folder import CONFIG, tensors
@@ -220,6 +221,7 @@ KEPT = {
     "fp8, blocks of whole heads": (_fp8((16, 16)), lambda w: packed.fp8(w, (16, 16))),
     "fp8, blocks that our dimensions do not have": (_fp8((20, 16)), lambda w: packed.fp8(w, (20, 16))),
     **{name: LAYOUTS[name] for name in ("gptq 4 bits", "gptq_v2", "awq", "int4 packed", "int8", "fp8 by output")},
+    "int4 packed, in shards": (_ct("pack-quantized", 4), lambda w: packed.signed(w, 4, 8)),
     "int4 packed, with zeros": (_ct("pack-quantized", 4), lambda w: packed.signed(w, 4, 16, symmetric=False)),
 }
 
@@ -229,7 +231,7 @@ def test_kept_weights_are_those_values_and_their_codes_are_few(tmp_path, name):
     config, pack = KEPT[name]
     made, values = _model(pack)
     folder = _write(tmp_path / "theirs", made, config)
-    run = import_checkpoint(folder, tmp_path / "run", layout="tensor=2" if name == "int8" else None)
+    run = import_checkpoint(folder, tmp_path / "run", layout="tensor=2" if "shards" in name else None)
     leaves = run.checkpoints.manifest(0)["leaves"]
     assert leaves["params/runs/0/blocks/0/attn/q/kernel/codes"]["dtype"] == "uint8"
     wide = import_checkpoint(folder, tmp_path / "wide", widen=True)
@@ -273,6 +275,18 @@ def test_latent_attention_and_experts_are_kept(tmp_path):
     assert kept.generate(np.array([1, 2, 3]), **greedy).ids == wide.generate(np.array([1, 2, 3]), **greedy).ids
 
 
+def test_nf4_is_kept_but_not_written_again(tmp_path):
+    made, _ = _model(lambda w: packed.four_bits(w, 16, np.asarray(NF4, np.float32)))
+    folder = _write(tmp_path / "theirs", made, BNB)
+    run, wide = (import_checkpoint(folder, tmp_path / str(w), widen=w) for w in (False, True))
+    for a, b in zip(jax.tree.leaves(run.params()), jax.tree.leaves(wide.params()), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(CheckpointError, match="bitsandbytes cannot be written as they were; leave out --kept"):
+        export_checkpoint(run, tmp_path / "out", kept=True)
+    assert not (tmp_path / "out").exists()
+    export_checkpoint(run, tmp_path / "out")
+
+
 def _refused(tmp_path, made, config):
     folder = _write(tmp_path / "theirs", made, config)
     with pytest.raises(CheckpointError) as e:
@@ -287,7 +301,11 @@ def test_what_cannot_be_kept_is_refused_and_can_be_widened(tmp_path):
     for i, (made, config, message) in enumerate(
         [
             (_model(lambda w: packed.gptq(w, 4, shuffle(GROUPS[: w.shape[1]])))[0], _gptq(4), "desc_act"),
-            (_model(packed.eight_bits)[0], LAYOUTS["8 bits of bitsandbytes"][0], "bitsandbytes can only be widened"),
+            (
+                _model(packed.eight_bits)[0],
+                LAYOUTS["8 bits of bitsandbytes"][0],
+                "int8 of bitsandbytes can only be widened",
+            ),
             (_model(lambda w: packed.fp8(w, (16, 20)))[0], _fp8((16, 20)), "groups of 20 do not divide its"),
             (_model(lambda w: packed.nvfp4(w))[0], LAYOUTS["nvfp4"][0], "its codes are fp4"),
         ]

@@ -132,17 +132,17 @@ NF4_LIKE = np.array([-1, -0.7, -0.52, -0.4, -0.28, -0.18, -0.09, 0, 0.08, 0.16, 
 """Sixteen values; a file brings its own."""
 
 
-def four_bits(matrix: np.ndarray, size: int) -> Packed:
+def four_bits(matrix: np.ndarray, size: int, table: np.ndarray = NF4_LIKE) -> Packed:
     """bitsandbytes: codes of a table, the first in the upper half of a byte; blocks of the flat matrix."""
     flat = matrix.reshape(-1)
     absmax = np.array([abs(flat[i : i + size]).max() for i in range(0, flat.size, size)], np.float32)
     each = np.repeat(absmax, size)[: flat.size].astype(np.float64)
-    codes = np.abs((flat / each)[:, None] - NF4_LIKE.astype(np.float64)).argmin(1)
+    codes = np.abs((flat / each)[:, None] - table.astype(np.float64)).argmin(1)
     packed = (16 * codes[0::2] + codes[1::2]).astype(np.uint8).reshape(-1, 1)
     state = {"quant_type": "nf4", "blocksize": size, "dtype": "bfloat16", "shape": list(matrix.shape)}
-    tensors = {".weight": packed, ".weight.absmax": absmax, ".weight.quant_map": NF4_LIKE}
+    tensors = {".weight": packed, ".weight.absmax": absmax, ".weight.quant_map": table}
     tensors[".weight.quant_state.bitsandbytes__nf4"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
-    return tensors, (NF4_LIKE[codes] * each).reshape(matrix.shape)
+    return tensors, (table[codes] * each).reshape(matrix.shape)
 
 
 def eight_bits(matrix: np.ndarray) -> Packed:

@@ -11,7 +11,18 @@ import numpy as np
 from jaxscale import reading
 from jaxscale.errors import CheckpointError
 from jaxscale.interop.fields import Fields, short
-from jaxscale.interop.stored.layout import Arrays, Entries, Form, QuantisedLayout, finite, misfit
+from jaxscale.interop.stored.layout import (
+    Arrays,
+    Entries,
+    Form,
+    Kind,
+    Planes,
+    QuantisedLayout,
+    cannot_keep,
+    finite,
+    misfit,
+)
+from jaxscale.nn.formats.numbers import NF4
 
 _FOUR = {"codes": ".weight", "scale": ".weight.absmax", "map": ".weight.quant_map"}
 _NESTED = {"outer": ".weight.nested_absmax", "outer_map": ".weight.nested_quant_map"}
@@ -78,6 +89,23 @@ class BitsAndBytes(QuantisedLayout):
             raise misfit(name, entries)
         return tuple(state["shape"])
 
+    def kind(self, name: str, entries: Entries, small: Callable[[str], np.ndarray]) -> Kind:
+        """See `QuantisedLayout.kind`; nf4 is kept, with the scales that double quantisation stands for."""
+        if "state" not in entries:
+            raise cannot_keep(name, "int8 of bitsandbytes can only be widened")
+        state = _state(name, small("state"))
+        if not np.array_equal(small("map").astype(np.float32), np.asarray(NF4, np.float32)):
+            raise cannot_keep(name, "its table is not that of nf4")
+        if state["shape"][1] % state["blocksize"]:
+            raise cannot_keep(name, f"blocks of {state['blocksize']} do not divide its {state['shape'][1]} inputs")
+        return Kind("nf4", 1, state["blocksize"], "float32")
+
+    def planes(self, name: str, arrays: Arrays) -> Planes:
+        """See `QuantisedLayout.planes`."""
+        state = _state(name, arrays["state"])
+        shape = state["shape"]
+        return Planes(_codes(arrays["codes"]).reshape(shape), _absmax(name, arrays, state).reshape(shape[0], -1))
+
     def decode(self, name: str, arrays: Arrays) -> np.ndarray:
         """See `QuantisedLayout.decode`."""
         if "state" not in arrays:
@@ -86,17 +114,26 @@ class BitsAndBytes(QuantisedLayout):
             values *= np.float32(1 / 127)  # as its own kernel does: multiplied last, not divided
             return values
         state = _state(name, arrays["state"])
-        scale = arrays["scale"]
-        if "outer" in arrays:
-            outer = np.repeat(arrays["outer"].astype(np.float32), state["nested_blocksize"])[: len(scale)]
-            scale = arrays["outer_map"].astype(np.float32)[scale] * outer + np.float32(state.get("nested_offset", 0.0))
-        scale = finite(name, "the absmax", scale)
         count, size = math.prod(state["shape"]), state["blocksize"]
-        codes = arrays["codes"].reshape(-1)
-        pairs = np.stack([codes >> 4, codes & 15], axis=-1).reshape(-1)[:count]  # the upper half is the first
-        values = arrays["map"].astype(np.float32)[pairs]
+        scale = _absmax(name, arrays, state)
+        values = arrays["map"].astype(np.float32)[_codes(arrays["codes"])[:count]]
         values *= np.repeat(scale, size)[:count]
         return values.reshape(state["shape"])
+
+
+def _codes(packed: np.ndarray) -> np.ndarray:
+    """Return the codes of bytes, the upper half of each first."""
+    flat = packed.reshape(-1)
+    return np.stack([flat >> 4, flat & 15], axis=-1).reshape(-1)
+
+
+def _absmax(name: str, arrays: Arrays, state: dict[str, Any]) -> np.ndarray:
+    """Return the float32 scale of each block."""
+    scale = arrays["scale"]
+    if "outer" in arrays:
+        outer = np.repeat(arrays["outer"].astype(np.float32), state["nested_blocksize"])[: len(scale)]
+        scale = arrays["outer_map"].astype(np.float32)[scale] * outer + np.float32(state.get("nested_offset", 0.0))
+    return finite(name, "the absmax", scale)
 
 
 def _state(name: str, data: np.ndarray) -> dict[str, Any]:

@@ -146,8 +146,11 @@ class QuantisedLayout(ABC):
         Args:
           kind: how it is kept.
           planes: its content.
+
+        Raises:
+          CheckpointError: weights in this layout are kept, but not written again.
         """
-        raise NotImplementedError
+        raise CheckpointError(f"weights of {self.methods[0]} cannot be written as they were; leave out --kept")
 
 
 class Decoded(Tensors):

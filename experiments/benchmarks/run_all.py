@@ -65,6 +65,7 @@ JOBS = (
     Job("adamw8bit", 1.0),
     Job("cross_entropy", 1.0),
     Job("decode_attention", 1.0),
+    Job("stored_matmul", 0.5),
     Job("softmax", 1.5),
     Job("generate_share", 1.0, 150.0),
 )

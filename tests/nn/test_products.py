@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +13,16 @@ import pytest
 from flax import nnx
 
 from jaxscale.errors import ConfigError
-from jaxscale.layout import Layout
+from jaxscale.layout import Layout, constrain
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import MXFP8, Fp8, Int8, Linear, MemoryPolicy, MixtureOfExperts, ProductRule, project
 from jaxscale.nn.adapted import Adapted
 from jaxscale.nn.products import layers_of
-from jaxscale.parallel import experts
+from jaxscale.parallel import Arithmetic, experts
 from jaxscale.parallel.collective_matmul import gather_matmul, matmul_scatter
 from jaxscale.parallel.scaled import INT32_TERMS, exponents, powers_of_two, rounded_at_random
+from jaxscale.plan import compile_for, topology_devices
+from jaxscale.plan.collectives import collectives
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import random_batch, train
@@ -299,24 +302,43 @@ def test_the_policy_that_saves_products_saves_the_product_and_not_its_integers()
     assert ((B, S, F), jnp.bfloat16) in saved and not any(d == jnp.int32 and len(s) > 1 for s, d in saved)
 
 
+def steps(x, up, down, arithmetic):
+    """Apply stacked feed-forward layers by a scan, as models do, so that the backward pass gathers once more."""
+    x = constrain(x, "batch", "seq", "embed")
+
+    def layer(x, kernels):
+        h = project(x, kernels[0], ("embed", "mlp"), (0,), arithmetic)
+        return x + project(jnp.sin(h), kernels[1], ("mlp", "embed"), (0,), arithmetic), None
+
+    return jnp.sum(jax.lax.scan(layer, x, (up, down))[0].astype(jnp.float32) ** 2)
+
+
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize("topology", ["v6e:2x2", pytest.param("v5p:2x2x1", marks=pytest.mark.long)])
-def test_on_a_tpu_codes_are_gathered_and_integers_multiplied(topology):
-    from jaxscale.plan import compile_for
-    from jaxscale.plan.collectives import collectives
+@pytest.mark.parametrize(
+    "topology, recipe, wide",
+    [
+        ("v6e:2x2", Int8(), "s8 s8"),
+        pytest.param("v5p:2x2x1", Int8(), "s8 s8", marks=pytest.mark.long),
+        pytest.param("tpu7x:2x2x1", Fp8(), "f8e4m3fn f8e4m3fn", marks=pytest.mark.long),
+    ],
+)
+def test_on_a_tpu_codes_are_gathered_and_multiplied(topology, recipe, wide):
+    devices = topology_devices(topology)
+    layout = Layout(f"fsdp={len(devices)}")
+    shapes = [jax.ShapeDtypeStruct((8, 256, 512), jnp.bfloat16)]
+    shapes += [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 512, 1024), (3, 1024, 512))]
 
-    def sent(recipe):
-        arithmetic = recipe.arithmetic("bfloat16") if recipe else Linear(
-            {"embed": 1}, {"mlp": 1}, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)).arithmetic  # fmt: skip
-        layout = Layout("fsdp=4")
-        f = functools.partial(project, axes=("embed", "mlp"), contracted=(0,), arithmetic=arithmetic)
-        grad = jax.grad(lambda x, k: jnp.sum(jnp.sin(f(x, k).astype(jnp.float32))), argnums=(0, 1))
-        shapes = jax.ShapeDtypeStruct((8, 512, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024, 2048), jnp.float32)
-        compiled = compile_for(grad, topology, *shapes, layout=layout)
-        gathers = [c for c in collectives(compiled, layout.sizes) if c.kind == "all-gather"]
-        return sum(c.sent for c in gathers), compiled.as_text()
+    def compiled(arithmetic):
+        gradients = jax.grad(functools.partial(steps, arithmetic=arithmetic), argnums=(0, 1, 2))
+        program = compile_for(gradients, topology, *shapes, layout=layout)
+        sent = sum(c.sent for c in collectives(program, layout.sizes) if c.kind == "all-gather")
+        return sent, program.as_text()
 
-    plain, _ = sent(None)
-    eight, text = sent(Int8())
-    assert plain / 2 <= eight < 0.52 * plain
-    assert "s32[" in text and "convolution" in text
+    plain, _ = compiled(Arithmetic.cast("bfloat16"))
+    eight, text = compiled(recipe.arithmetic("bfloat16"))
+    assert plain / 2 <= eight < 0.53 * plain  # codes, and scales
+    types = dict(re.findall(r"(%[\w.-]+) = \(?([a-z0-9]+)\[", text))
+    operands = {
+        f"{types.get(a)} {types.get(b)}" for a, b in re.findall(r" convolution\((%[\w.-]+), (%[\w.-]+)\)", text)
+    }
+    assert wide in operands, operands

@@ -10,7 +10,8 @@ import pytest
 import jaxscale as js
 from jaxscale.hardware import Link, Topology, topology
 from jaxscale.models.presets import deepseek_moe_16b, gemma3, gpt2, llama3_8b, mixtral_8x7b, qwen3
-from jaxscale.nn import flash_attention
+from jaxscale.nn import Int8, flash_attention
+from jaxscale.plan.by_tracing import traced_plan
 from jaxscale.plan.collectives import Collective
 from jaxscale.plan.flops import of_step
 from jaxscale.plan.memory import Estimate
@@ -228,3 +229,21 @@ def test_stages_without_layers_are_refused():
 def test_two_operations_that_are_alike_take_twice_the_time_of_one():
     op = Op("mlp_up", "matmul", 1e15, 1e9, "bfloat16")
     assert step_time(_work([op, op]), HERE).compute == 2 * step_time(_work([op]), HERE).compute
+
+
+def test_products_in_8_bits_are_planned_at_their_rate_and_gathered_in_bytes():
+    v6e = topology("v6e:2x2")
+
+    def planned(products):
+        model = js.models.Transformer.Config(depth=2, width=256, heads=2, vocab=64, dtype="bfloat16", products=products)
+        config = TrainConfig(model=model, layout=js.Layout("fsdp=4"), batch_size=4, seq_len=64, prompt=None)
+        work = traced_plan(config, v6e)[1]
+        flops = {d: sum(op.flops for op in work.ops if op.dtype == d) for d in ("int8", "bfloat16")}
+        return flops, sum(c.sent for c in work.collectives if c.kind == "all-gather")
+
+    (plain, sent), (eight, sent_eight) = planned(None), planned(Int8())
+    assert plain["int8"] == 0 and eight["int8"] + eight["bfloat16"] == plain["bfloat16"]
+    layers = 2 * 2 * (4 * 256 * 256 + 3 * 256 * 704)  # FLOPs of a token forward, and as many for the input's gradient
+    assert eight["int8"] == 2 * layers * 4 * 64 / 4
+    assert v6e.chip.rate("int8") == 2 * v6e.chip.rate("bfloat16")
+    assert sent_eight < 0.6 * sent

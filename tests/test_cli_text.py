@@ -224,5 +224,8 @@ def test_commands_take_the_formats_of_few_bits_by_name(run, folder):
     code, out, err = run("sample", folder, *argv, "--weights", "Stored", "--gin.Stored.numbers='int6'")
     text = js.load(folder).generate("def ", weights=js.nn.Stored("int6"), temperature=0, max_tokens=8).text
     assert (code, out) == (0, f"def {text}\n"), err
+    code, out, err = run("sample", folder, *argv, "--weights", "int8", "--gin.int8.group=16")
+    text = js.load(folder).generate("def ", weights=js.nn.Stored("int8", group=16), temperature=0, max_tokens=8).text
+    assert (code, out) == (0, f"def {text}\n"), err
     code, _, err = run("sample", folder, *argv, "--weights", "mxfp44")
     assert code == 2 and "did you mean 'mxfp4'" in err, err

@@ -15,7 +15,7 @@ import jaxscale as js
 from jaxscale.errors import CheckpointError, ConfigError, LayoutError
 from jaxscale.layout import TensorInfo, abstract, shardings_of
 from jaxscale.nn import Linear, MixtureOfExperts, project
-from jaxscale.nn.formats import FORMATS, GroupedIntegers, Stored, StoredWeight, numbers_of, pack, unpack
+from jaxscale.nn.formats import FORMATS, PRESETS, GroupedIntegers, Stored, StoredWeight, numbers_of, pack, unpack
 from jaxscale.parallel import Arithmetic
 from jaxscale.testing.params import random_params
 from tests.truth.errors import raises_saying
@@ -272,7 +272,9 @@ def test_what_does_not_divide_is_refused_with_what_does():
         Stored("int3").infos(info(6, 4))
     Stored("int4").infos(info(6, 4))
     layout = js.Layout("fsdp=4,tensor=2")
-    with raises_saying(LayoutError, "mlp/up/kernel/scale", "groups of 32", "16 weights of a device", "does is 16"):
+    with raises_saying(
+        LayoutError, "mlp/up/kernel/scale", "groups of 32", "16 weights of a device", "a size that does is 16"
+    ):
         shardings_of(Stored(group=32).infos(info(64, 32)), layout)
     shardings_of(Stored(group=16).infos(info(64, 32)), layout)
     with raises_saying(LayoutError, "mlp/up/kernel/codes", "3 bits", "4 weights of a device", "does is 4 bits"):
@@ -292,6 +294,8 @@ def test_settings_out_of_range_name_what_there_is():
         with raises_saying(ConfigError, message):
             Stored(**wrong)
     assert GroupedIntegers(bits=8, group=4) == Stored("int8", group=4)
+    assert PRESETS["int4"](group=64) == Stored("int4", group=64, scale="bfloat16")
+    assert all(PRESETS[name]() == made for name, (made, _) in FORMATS.items())
 
 
 def test_flawed_weights_are_refused_by_name_and_zeros_stay_zeros():

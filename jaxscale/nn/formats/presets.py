@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from jaxscale.config import register
@@ -83,11 +84,13 @@ FORMATS: dict[str, tuple[Stored, str]] = {
 def _preset(name: str) -> Callable[..., Stored]:
     made, about = FORMATS[name]
 
-    def preset() -> Stored:
-        return made
+    def preset(group: int | None = made.group) -> Stored:
+        return dataclasses.replace(made, group=group)
 
     preset.__name__ = preset.__qualname__ = name
-    preset.__doc__ = f"Return the weight format `{name}`: {about}"
+    preset.__doc__ = (
+        f"Return the weight format `{name}`: {about}\n\nArgs:\n  group: inputs that share a scale; `None` is all."
+    )
     return preset
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any, ClassVar
 
@@ -172,10 +173,9 @@ def _advice(kernel: tuple[int, ...], shape: tuple[int, ...], bits: int | None, d
             f"codes of {bits} bits are packed in units of {unit(bits)[0]}, which do not divide the {mine} weights of a "
             f"device along dimension {dim}; the nearest width that does is {fit} bits"
         )
-    fit = max(g for g in range(1, min(group, mine) + 1) if mine % g == 0)
     return (
-        f"groups of {group} do not divide the {mine} weights of a device along dimension {dim}; the nearest size that "
-        f"does is {fit}"
+        f"groups of {group} do not divide the {mine} weights of a device along dimension {dim}; a size that does is "
+        f"{math.gcd(group, mine)}"
     )
 
 

@@ -91,7 +91,12 @@ def _gguf(args: argparse.Namespace) -> int:
     from jaxscale.convert.exporting_gguf import export_gguf
     from jaxscale.errors import ConfigError
 
-    for name, present in (("--dtype", args.dtype), ("--shard-size", args.shard_size), ("--base", args.base)):
+    for name, present in (
+        ("--dtype", args.dtype),
+        ("--shard-size", args.shard_size),
+        ("--base", args.base),
+        ("--kept", args.kept or None),
+    ):
         if present is not None:
             raise ConfigError(f"{name} is for Hugging Face folders; leave it out, or use --type for a GGUF file")
     out = export_gguf(load(args.run), args.out, type=args.type, family=args.family, step=args.step, say=_say)

@@ -102,7 +102,7 @@ def open_pretrained(
     family = family_of(values, FAMILIES, str(file))
     if adapters is not None:
         if isinstance(tensors, Decoded) and not widen:
-            raise CheckpointError(f"{file} is quantised ({tensors.layout.methods[0]}); adapters are added to --widen")
+            raise CheckpointError(f"{file} is quantised; add --widen, so that adapters can be merged into it")
         tensors = Added(tensors, adapters, family.prefix)
     fields = Fields(values, str(file))
     config = _model(family, fields, len(tensors))

@@ -328,5 +328,21 @@ def test_only_what_was_kept_is_written_as_it_was(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_commands_write_kept_weights_and_gguf_files(tmp_path, capsys):
+    folder, run = _write(tmp_path / "theirs", *_fp8_model()), str(tmp_path / "run")
+    assert main(["import", str(folder), run]) == 0
+    assert main(["export", run, str(tmp_path / "out"), "--kept"]) == 0
+    assert (tmp_path / "out" / "config.json").read_text() == json.dumps(
+        json.loads((folder / "config.json").read_text()), indent=2
+    ) + "\n"
+    assert main(["export", run, str(tmp_path / "out.gguf"), "--type", "f16"]) == 0
+    assert main(["import", str(tmp_path / "out.gguf"), str(tmp_path / "again")]) == 0
+    assert main(["export", run, str(tmp_path / "other.gguf"), "--kept"]) == 2
+    assert "--kept is for Hugging Face folders; leave it out, or use --type for a GGUF file" in capsys.readouterr().err
+    assert main(["export", run, str(tmp_path / "other"), "--type", "f16"]) == 2
+    assert "--type f16 is for GGUF files; name one, such as" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
 def _fp8_model():
     return _model(lambda w: packed.fp8(w, (16, 16)))[0], _fp8((16, 16))

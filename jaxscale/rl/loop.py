@@ -17,6 +17,7 @@ from jaxscale.data.prompts import Prompt, PromptList, Prompts
 from jaxscale.errors import ConfigError, RunError
 from jaxscale.layout import Layout
 from jaxscale.rl.config import RLConfig, config_of
+from jaxscale.rl.first import on_first
 from jaxscale.rl.rewards import RewardError, Sample, rewards_of
 from jaxscale.rl.rollout import Sampler, batch_of, seeds
 from jaxscale.run import Run
@@ -123,7 +124,7 @@ def reinforce(
         try:
             while s.step < config.steps:
                 loop.steps()
-                stopping = bool(signals) or (stop is not None and stop())
+                stopping = on_first(lambda: bool(signals) or (stop is not None and stop()))
                 if stopping or s.step == config.steps or loop.saves(s.step):
                     s.save()
                 if stopping:
@@ -244,8 +245,10 @@ class _Loop:
             greedy = self.sampler.sample(prompts, [0] * len(prompts), greedy=True)
         sampled = time.perf_counter()
         every = np.zeros(len(samples) + len(greedy))
-        if self.settings.reward is not None:
-            every = rewards_of(self.settings.reward, [*samples, *greedy], self.settings.reward_seconds)
+        reward = self.settings.reward
+        if reward is not None:
+            rewarded, limit = [*samples, *greedy], self.settings.reward_seconds
+            every = np.asarray(on_first(lambda: rewards_of(reward, rewarded, limit).tolist()))
         seconds["sampling_seconds"] += sampled - began
         seconds["reward_seconds"] += time.perf_counter() - sampled
         rewards = every[: len(samples)].reshape(self.count, each)

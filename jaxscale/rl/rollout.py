@@ -11,6 +11,7 @@ from jaxscale.data import Batch
 from jaxscale.data.prompts import Prompt
 from jaxscale.infer.sampling import Sampling
 from jaxscale.rl.config import RLConfig
+from jaxscale.rl.first import on_first
 from jaxscale.rl.rewards import RewardError, Sample
 from jaxscale.training_session import TrainingSession
 
@@ -87,14 +88,19 @@ class Sampler:
         tool = self.settings.tool
         assert tool is not None
         name = getattr(tool, "__name__", type(tool).__name__)
-        try:
-            text = tool(pending.sample())
-        except Exception as e:
-            raise RewardError(f"the tool {name} raised {type(e).__name__}: {e}") from e
+
+        def call() -> str | None:
+            try:
+                text = tool(pending.sample())
+            except Exception as e:
+                raise RewardError(f"the tool {name} raised {type(e).__name__}: {e}") from e
+            if text is not None and not isinstance(text, str):
+                raise RewardError(f"the tool {name} returned {text!r}; return a text, or None to end the sequence")
+            return text
+
+        text = on_first(call)
         if text is None:
             return False
-        if not isinstance(text, str):
-            raise RewardError(f"the tool {name} returned {text!r}; return a text, or None to end the sequence")
         ids = [int(i) for i in self.session.run.tokenizer.encode(text)]
         if len(pending.ids) + len(ids) > self.session.config.seq_len:  # not even one new token fits
             return False

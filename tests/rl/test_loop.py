@@ -207,3 +207,9 @@ def test_arithmetic_rewards_exact_numbers():
         rewards_of(reward, [sample("12", "twelve")], 5)
     with pytest.raises(RewardError, match="returned None for '12'; return a number"):
         rewards_of(lambda s: None, [sample("12")], 5)
+
+
+def test_pipeline_stages_are_refused_before_anything_is_compiled():
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, depth=2), layout=js.Layout("pipeline=2"))
+    with pytest.raises(ConfigError, match="the last pipeline stage cannot compute GRPO"):
+        run(config, folder="never")

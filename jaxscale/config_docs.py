@@ -36,6 +36,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "Learning-rate schedules": ("jaxscale.optim.schedules",),
     "Parametrisations": ("jaxscale.optim.mup",),
     "Data and tokenizers": ("jaxscale.data",),
+    "Recipes of quantize": ("jaxscale.convert.recipes",),
     "Generation and serving": ("jaxscale.infer",),
     "Reinforcement learning": ("jaxscale.rl",),
     "Sweeps": ("jaxscale.sweep",),

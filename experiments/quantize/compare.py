@@ -18,7 +18,7 @@ from flax import nnx
 
 import jaxscale as js
 from jaxscale.convert.quantize import quantize
-from jaxscale.convert.recipes import AWQ, GPTQ, HQQ, Recipe, RoundToNearest, SmoothQuant
+from jaxscale.convert.recipes import AWQ, GPTQ, HQQ, AllocatedBits, EoRA, Recipe, RoundToNearest, SmoothQuant
 from jaxscale.data import heldout_batches
 from jaxscale.nn import head_logits
 from jaxscale.run import Run
@@ -32,7 +32,10 @@ BATCHES, ROWS = 16, 16
 def recipes() -> list[Recipe]:
     """Return the recipes that are compared."""
     few = [kind(bits, GROUP) for bits in (4, 3, 2) for kind in (RoundToNearest, HQQ, AWQ, GPTQ)]
-    return [*few, *(GPTQ(bits, GROUP, by_activation=True) for bits in (3, 2)), RoundToNearest(8, None), SmoothQuant()]
+    repaired = [EoRA(recipe=kind(2, GROUP), rank=8) for kind in (RoundToNearest, GPTQ)]
+    ordered = [GPTQ(bits, GROUP, by_activation=True) for bits in (3, 2)]
+    allocated = [AllocatedBits(bits=3.0, recipe=GPTQ(group=GROUP))]
+    return [*few, *ordered, RoundToNearest(8, None), SmoothQuant(), *repaired, *allocated]
 
 
 def batches_of(run: Run) -> list[dict[str, np.ndarray]]:

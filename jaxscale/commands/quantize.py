@@ -29,8 +29,8 @@ def add(commands: Any) -> None:
         "--recipe",
         required=True,
         metavar="RECIPE",
-        help="RoundToNearest, GPTQ, AWQ, SmoothQuant or HQQ with settings, such as '@GPTQ(bits=4, group=64)'; also set "
-        "by --gin.GPTQ.bits=4",
+        help="RoundToNearest, GPTQ, AWQ, SmoothQuant, HQQ, EoRA or AllocatedBits, as '@GPTQ(bits=4, group=64)'; "
+        "also set by --gin.GPTQ.bits=4",
     )
     parser.add_argument("--data", metavar="GLOB", help="calibration text files (default: the run's training corpus)")
     parser.add_argument("--rows", type=int, default=64, metavar="N", help="calibration rows of seq_len tokens (64)")

@@ -17,7 +17,7 @@ from jaxscale.other_names import fold, same
 if TYPE_CHECKING:
     from jaxscale.config_docs import Described, Setting
 
-REGISTERING = ("train", "sweep", "rl", "infer.engine", "infer.cache", "infer.sampling")
+REGISTERING = ("train", "sweep", "rl", "infer.engine", "infer.cache", "infer.sampling", "convert.recipes")
 """Packages whose import registers every name of jaxscale's own."""
 
 

@@ -24,7 +24,8 @@ from jaxscale.buckets import is_url
 from jaxscale.convert.calibration import Calibration, batches_of, observable, widest_of
 from jaxscale.convert.folding import Fold, folds_of
 from jaxscale.convert.pretrained import write_run
-from jaxscale.convert.recipes import Folding, Inputs, Recipe, output_error
+from jaxscale.convert.recipes import Cost, Folding, Inputs, Recipe, output_error
+from jaxscale.convert.recipes.allocated import cost_of
 from jaxscale.convert.recipes.base import as_matrix
 from jaxscale.data import Corpus, HFTokenizer
 from jaxscale.errors import ConfigError, RunError
@@ -95,7 +96,7 @@ def quantize(
     if path.exists() and not (path.is_dir() and is_new(path)) and not _unfinished(path):
         raise RunError(f"{out} already exists; name another folder")
     infos = describe_model(run.config.model)[1]
-    stored = recipe.format.infos(infos)  # raises if the format does not fit
+    recipe.format.infos(infos)  # raises if the format does not fit
     batches = []
     if recipe.reads_inputs:
         observable(run.config.model)
@@ -104,6 +105,10 @@ def quantize(
     made = {"run": str(run.path.absolute()), "id": run.info.get("id"), "step": step, "recipe": repr(recipe)}
     written = run.checkpoints.manifest(step).get("time")
     mark = json.dumps([made, written, rows, batch, repr(data), str(layout), _digest(batches)])
+    if recipe.reads_inputs and "runs" in infos:
+        with_costs = functools.partial(_costs, run.config, recipe, infos, source, prefix, batches, layout, say)
+        recipe = recipe.settled(with_costs)
+    stored = recipe.format.infos(infos)
     work = _Work(path.parent / f".{path.name}.quantizing", mark, say)
     with lock(work.path):
         if "runs" in infos:
@@ -149,6 +154,47 @@ def _digest(batches: list[Any]) -> str:
         for name in sorted(b):
             total.update(name.encode() + b[name].tobytes())
     return total.hexdigest()
+
+
+def _costs(
+    config: TrainConfig,
+    recipe: Recipe,
+    infos: Tree,
+    source: Source,
+    prefix: str,
+    batches: list[Any],
+    layout: Layout | None,
+    say: Callable[[str], None],
+) -> dict[str, Cost]:
+    """Return what rounding each matrix would lose, from the inputs of the model as it is."""
+    layers, losses = Layers(infos, source, layout, prefix), dict[str, float]()
+    graphdef, _ = describe_model(observable(config.model))
+    calibration = Calibration(graphdef, infos, batches, layout)
+    names = list(infos["runs"])
+    of_path = {i.path: i for i in jax.tree.leaves(infos) if i.contracted is not None and recipe.format.covers(i)}
+    try:
+        calibration.begin(layers.rest)
+        for number, (run, repeat, params) in enumerate(layers.each(), 1):
+            leaves = {path_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(params)}
+            inputs = calibration.inputs(run, repeat, params, [n for n in leaves if f"runs/{names[run]}/{n}" in of_path])
+            for name, own in inputs.items():
+                info = of_path[f"runs/{names[run]}/{name}"]
+                assert info.contracted is not None
+                matrix = as_matrix(leaves[name][0], info.contracted)
+                cost = float(cost_of(matrix, own, recipe.format.of(info).group or len(matrix)))  # type: ignore[attr-defined]
+                losses[info.path] = losses.get(info.path, 0.0) + cost
+            if number < len(layers.order):
+                calibration.advance(run, repeat, params)
+            say(f"costs of layer {number} of {len(layers.order)}")
+    finally:
+        layers.close()
+    unseen = [path for path in of_path if path not in losses]
+    if unseen:
+        raise ConfigError(
+            f"{type(recipe).__name__} has no inputs of {unseen[0]} to weigh it by (experts); use a recipe with one "
+            "number of bits, such as GPTQ()"
+        )
+    return {path: Cost(loss, of_path[path].size) for path, loss in losses.items()}
 
 
 def _quantize_layers(
@@ -240,13 +286,14 @@ class _Layer:
             assert info.contracted is not None
             kernel = self._by_outputs(kernel, info)
             if own is None:
-                weight = self.recipe.quantize(kernel, info.contracted)
+                weight = self.recipe.of(info).quantize(kernel, info.contracted)
             else:
-                single = self.recipe.quantize(kernel[0], info.contracted, own)
+                single = self.recipe.of(info).quantize(kernel[0], info.contracted, own)
                 weight = jax.tree.map(lambda x: x[None], single)
                 error, square = _errors(kernel[0], single, own, info.contracted)
                 wrong, total = wrong + float(error), total + float(square)
-            refuse_flaws(self.recipe.format, info, self.recipe.format.flaws(kernel, weight))
+            form = self.recipe.of(info).format
+            refuse_flaws(form, info, form.flaws(kernel, weight))
             return weight
 
         weights = jax.tree_util.tree_map_with_path(one, params)
@@ -406,8 +453,9 @@ class _Arrays:
         assert info.contracted is not None
         whole: Region = tuple((0, n) for n in info.shape)
         kernel = jnp.asarray(self._source.read(self._prefix + info.path, [whole])[whole])
-        weight = self._recipe.quantize(kernel, info.contracted)
-        refuse_flaws(self._recipe.format, info, self._recipe.format.flaws(kernel, weight))
+        own = self._recipe.of(info)
+        weight = own.quantize(kernel, info.contracted)
+        refuse_flaws(own.format, info, own.format.flaws(kernel, weight))
         parts = jax.tree.leaves(self._recipe.format.infos(info))
         return {f"params/{p.path}": np.asarray(x) for p, x in zip(parts, jax.tree.leaves(weight), strict=True)}
 

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxscale.layout import TensorInfo
+from jaxscale.layout.tensors import Tree
 from jaxscale.parallel import Arithmetic, Weight, as_weight
 
 
@@ -46,6 +48,18 @@ class Adapted(Weight):
         down = arithmetic.plain(arithmetic.dtype)
         h = as_weight(self.a).matmul(x, (*inputs, "rank"), contracted, down) * self.scale
         return y + as_weight(self.b).matmul(h, ("rank", *outputs), (0,), arithmetic.plain())
+
+    def infos(self, info: TensorInfo) -> Tree:
+        """See `Weight`: the kernel's own, and the kernel's inputs or outputs with the axis "rank"."""
+        lead = self.a.ndim + self.b.ndim - len(info.shape) - 2
+        inputs = self.a.ndim - 1
+        sides = (
+            ("a", self.a, (*info.axes[:inputs], "rank")),
+            ("b", self.b, (*info.axes[:lead], "rank", *info.axes[inputs:])),
+        )
+        a, b = (TensorInfo(f"{info.path}/{name}", tuple(x.shape), x.dtype, axes) for name, x, axes in sides)
+        inner = dataclasses.replace(info, path=f"{info.path}/kernel")
+        return Adapted(as_weight(self.kernel).infos(inner), a, b, self.scale)  # type: ignore[arg-type]
 
     def dense(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """Return the sum as one array, added in float32; the default dtype is the kernel's."""

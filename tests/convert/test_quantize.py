@@ -16,16 +16,19 @@ from jaxscale.cli import main
 from jaxscale.commands.quantize import recipe_of
 from jaxscale.convert import quantize as module
 from jaxscale.convert.folding import folds_of
+from jaxscale.convert.merge import merge
 from jaxscale.convert.quantize import quantize
-from jaxscale.convert.recipes import AWQ, GPTQ, HQQ, RoundToNearest, SmoothQuant
+from jaxscale.convert.recipes import AWQ, GPTQ, HQQ, AllocatedBits, EoRA, RoundToNearest, SmoothQuant
 from jaxscale.convert.recipes.base import shared
 from jaxscale.errors import ConfigError, DataError
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import GeGLU, LayerNorm, MixtureOfExperts, as_weight
 from jaxscale.nn.formats import FORMATS, Stored
 from jaxscale.nn.norms import UnitOffsetRMSNorm
+from jaxscale.step import LoRA
 from jaxscale.step.state import describe_model
 from jaxscale.step.stored import is_weight
+from jaxscale.train import FromRun
 from tests.truth.errors import raises_saying
 
 MODEL = TransformerConfig(depth=2, vocab=256, width=16, heads=4, kv_heads=2, hidden=32)
@@ -51,6 +54,7 @@ def files_of(run):
         GPTQ(4, 8),
         AWQ(4, 8),
         *(pytest.param(r, marks=pytest.mark.long) for r in (RoundToNearest(4, 8), SmoothQuant(), HQQ(4, 8))),
+        pytest.param(EoRA(recipe=GPTQ(4, 8), rank=4), marks=pytest.mark.long),
         pytest.param(GPTQ(weights=Stored("nf4", group=8)), marks=pytest.mark.long),
     ],
     ids=lambda r: type(r).__name__,
@@ -171,6 +175,46 @@ def test_the_command_reads_a_recipe_with_settings(base, tmp_path, capsys):
     assert "nats per token" in capsys.readouterr().out
 
 
+@pytest.mark.long
+def test_allocated_bits_are_within_the_average_and_of_each_stack(base, tmp_path):
+    recipe = AllocatedBits(bits=3.4, recipe=GPTQ(group=8), widths=(2, 3, 4, 6))
+    run = quantize(base, tmp_path / "q", recipe, **OPTIONS)
+    stored = run.config.stored
+    bits = {path: form.bits for form, group in zip(stored.formats, stored.paths, strict=True) for path in group}
+    sizes = {i.path: i.size for i in jax.tree.leaves(describe_model(MODEL)[1]) if i.path in bits}
+    assert len(bits) == 7 and len(set(bits.values())) > 1
+    assert 3.0 < sum(bits[p] * sizes[p] for p in bits) / sum(sizes.values()) <= 3.4
+    tokens = jax.random.randint(jax.random.key(0), (2, 12), 0, 256)
+    got, want = (r.model()(tokens) for r in (js.load(str(run.path)), base))
+    assert float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want)) < 0.4
+
+
+@pytest.mark.long
+def test_adapters_on_nf4_with_scales_of_few_bits_train_merge_and_export(base, tmp_path):
+    twice = Stored("nf4", group=8, scale=Stored("e4m3", group=16, centred=True))
+    run = quantize(base, tmp_path / "nf4", RoundToNearest(weights=twice), **OPTIONS)
+    assert is_weight(run.weights()["runs"][0]["blocks"][0]["attn"]["q"]["kernel"].scale)
+    start = FromRun(str(run.path))
+    settings = SETTINGS | dict(layout=js.Layout("fsdp=2,tensor=2"), steps=3, lr=1e-2)
+    tuned = js.fit(start=start, adapters=LoRA(rank=2), run=tmp_path / "tuned", quiet=True, **settings)
+    frozen = tuned.state.frozen["runs"][0]["blocks"][0]["mlp"]["up"]["kernel"]
+    want = run.weights()["runs"][0]["blocks"][0]["mlp"]["up"]["kernel"]
+    for a, b in zip(*map(jax.tree.leaves, (frozen, want)), strict=True):
+        assert np.array_equal(a, b)
+    alone = js.fit(
+        start=start, adapters=LoRA(rank=2), run=tmp_path / "alone", quiet=True, **settings | dict(layout=None)
+    )
+    losses = [[row["loss"] for row in r.metrics()] for r in (tuned, alone)]
+    assert np.allclose(*losses, rtol=1e-4)
+    merged = merge(js.load(str(tmp_path / "tuned")), tmp_path / "merged")
+    assert main(["export", str(merged.path), str(tmp_path / "hf")]) == 0
+    tokens = jax.random.randint(jax.random.key(0), (2, 12), 0, 256)
+    graphdef, _ = describe_model(MODEL)
+    got = nnx.merge(graphdef, merged.params())(tokens)
+    want = nnx.merge(graphdef, js.load(str(tmp_path / "alone")).params())(tokens)
+    assert float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want)) < 1e-3
+
+
 def test_what_cannot_be_quantised_is_one_sentence(base, tmp_path):
     with raises_saying(DataError, "too few", "at most"):
         quantize(base, tmp_path / "a", GPTQ(4, 8), **OPTIONS | dict(rows=100000))
@@ -182,6 +226,10 @@ def test_what_cannot_be_quantised_is_one_sentence(base, tmp_path):
         quantize(base, tmp_path / "a", GPTQ(4), **OPTIONS)
     with raises_saying(ConfigError, "there is no recipe 'GTPQ'", "GPTQ"):
         recipe_of("@GTPQ(bits=4)", [])
+    with raises_saying(ConfigError, "AllocatedBits.bits = 1.5"):
+        AllocatedBits(bits=1.5)
+    with raises_saying(ConfigError, "each matrix by itself"):
+        AllocatedBits(recipe=AWQ())
     with raises_saying(ConfigError, "closing bracket"):
         recipe_of("@GPTQ(bits=4", [])
     q = quantize(base, tmp_path / "q", RoundToNearest(4, 8), **OPTIONS)

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.convert.recipes import GPTQ, HQQ, Inputs, RoundToNearest, output_error
+from jaxscale.convert.recipes import AWQ, GPTQ, HQQ, EoRA, Inputs, RoundToNearest, output_error
+from jaxscale.convert.recipes.allocation import real_bits, whole_bits
 from jaxscale.errors import ConfigError, DataError
 from jaxscale.nn.formats import FloatZeros, Stored
 from tests.truth.errors import raises_saying
@@ -124,6 +125,46 @@ def test_hqq_has_no_larger_error_of_its_norm_than_rounding_to_nearest(bits):
     assert norms[0].sum() < 0.97 * norms[1].sum()
 
 
+def test_a_repair_has_the_least_output_error_of_its_rank():
+    w, x = drawn(5, out=40)
+    kernel, inputs = jnp.asarray(w).reshape(4, 8, 40), inputs_of(x)
+    rounded = RoundToNearest(2, 8)
+    recipe = EoRA(recipe=rounded, rank=6, dtype="float32")
+    repaired = recipe.quantize(kernel, (-3, -2), inputs)
+    plain = recipe.quantize(kernel, (-3, -2))  # the singular vectors of the error itself
+    assert repaired.shape == (4, 8, 40) and repaired.a.shape == (4, 8, 6) and repaired.b.shape == (6, 40)
+    errors = [error(v, w, x) for v in (rounded.quantize(kernel, (-3, -2)), plain, repaired)]
+    assert errors[2] < 0.9 * errors[1] < 0.9 * errors[0]
+    # a bound from linear algebra: what is left are the singular values of (moments)^(1/2) · error after the first six
+    change = w - np.asarray(rounded.quantize(kernel, (-3, -2)).dense(), np.float64).reshape(w.shape)
+    values = np.linalg.svd(x.astype(np.float64) @ change / np.sqrt(len(x)), compute_uv=False)
+    assert errors[2] == pytest.approx(np.sum(values[6:] ** 2), rel=1e-3)
+
+
+def test_bits_in_closed_form_meet_the_budget_and_lose_equally():
+    draw = np.random.default_rng(6)
+    sizes = draw.integers(1, 50, 9) * 64
+    costs = sizes * 10 ** draw.normal(size=9)
+    bits = real_bits(costs, sizes, 3.3)
+    assert np.sum(bits * sizes) == pytest.approx(3.3 * sizes.sum())
+    assert np.allclose(costs * 4.0**-bits / sizes, (costs * 4.0**-bits / sizes)[0])
+    other = bits + draw.normal(size=9) * 0.3
+    other += np.sum((bits - other) * sizes) / sizes.sum()  # any other bits of the same budget
+    assert np.sum(costs * 4.0**-bits) < np.sum(costs * 4.0**-other)
+
+
+@pytest.mark.parametrize("mean", [2, 2.5, 3, 4.7])
+def test_whole_bits_are_within_the_budget_and_lose_no_more_than_equal_bits(mean):
+    draw = np.random.default_rng(7)
+    for _ in range(20):
+        sizes = draw.integers(1, 50, 6) * 64
+        costs = sizes * 10 ** (1.5 * draw.normal(size=6))
+        bits = whole_bits(costs, sizes, mean, (2, 3, 4, 5, 6, 8))
+        assert set(bits) <= {2, 3, 4, 5, 6, 8} and np.sum(bits * sizes) <= mean * sizes.sum()
+        assert np.sum(costs * 4.0**-bits) <= np.sum(costs * 4.0 ** -np.floor(mean)) * (1 + 1e-12)
+    assert np.all(whole_bits([1.0, 4.0**3], [64, 64], 3.5, (2, 3, 4, 5)) == [2, 5])
+
+
 def test_a_recipe_with_settings_that_do_not_fit_is_one_sentence():
     with raises_saying(ConfigError, "GPTQ.bits = 9"):
         GPTQ(bits=9)
@@ -133,5 +174,9 @@ def test_a_recipe_with_settings_that_do_not_fit_is_one_sentence():
         GPTQ(weights=Stored("kmeans4"))
     with raises_saying(ConfigError, "FloatZeros"):
         FloatZeros(scale="e8m0")
+    with raises_saying(ConfigError, "EoRA.bits has no effect", "EoRA.recipe"):
+        EoRA(bits=2)
+    with raises_saying(ConfigError, "each matrix by itself"):
+        EoRA(recipe=AWQ())
     with raises_saying(ConfigError, "damping"):
         GPTQ(damping=0.0)

@@ -1,10 +1,25 @@
 """Recipes of `jaxscale quantize`: how a model's matrices are rounded."""
 
+from jaxscale.convert.recipes.allocated import AllocatedBits
 from jaxscale.convert.recipes.awq import AWQ
-from jaxscale.convert.recipes.base import Folding, Inputs, Recipe, output_error
+from jaxscale.convert.recipes.base import Cost, Folding, Inputs, Recipe, output_error
+from jaxscale.convert.recipes.eora import EoRA
 from jaxscale.convert.recipes.gptq import GPTQ
 from jaxscale.convert.recipes.hqq import HQQ
 from jaxscale.convert.recipes.nearest import RoundToNearest
 from jaxscale.convert.recipes.smoothquant import SmoothQuant
 
-__all__ = ["AWQ", "GPTQ", "HQQ", "Folding", "Inputs", "Recipe", "RoundToNearest", "SmoothQuant", "output_error"]
+__all__ = [
+    "AWQ",
+    "GPTQ",
+    "HQQ",
+    "AllocatedBits",
+    "Cost",
+    "EoRA",
+    "Folding",
+    "Inputs",
+    "Recipe",
+    "RoundToNearest",
+    "SmoothQuant",
+    "output_error",
+]

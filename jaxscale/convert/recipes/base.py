@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 from jaxscale.errors import ConfigError
+from jaxscale.layout import TensorInfo
 from jaxscale.nn.formats import Stored, StoredWeight, numbers_of
 from jaxscale.nn.formats.blocks import spread
 
@@ -37,6 +38,18 @@ class Inputs(NamedTuple):
           by: the factors, above 0.
         """
         return Inputs(self.second * by[:, None] * by[None, :], self.mean * by, self.largest * by)
+
+
+class Cost(NamedTuple):
+    """What rounding a matrix loses, over all layers of a stack.
+
+    Args:
+      loss: expected error of the outputs with 0 bits, as a share of their square; with b bits it is this over 4^b.
+      size: weights.
+    """
+
+    loss: float
+    size: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +80,22 @@ class Recipe(abc.ABC):
     def format(self) -> Stored:
         """The format of the rounded matrices."""
         return self.weights or Stored(f"uint{self.bits}", group=self.group, zeros=True)
+
+    def settled(self, costs: Callable[[], Mapping[str, Cost]]) -> Recipe:
+        """Return the recipe with everything decided that depends on all matrices together.
+
+        Args:
+          costs: computes the cost of each matrix by its path, in a pass over the calibration tokens.
+        """
+        return self
+
+    def of(self, info: TensorInfo) -> Recipe:
+        """Return the recipe of a matrix: by default this one for all.
+
+        Args:
+          info: the matrix, of all layers of a stack.
+        """
+        return self
 
     @abc.abstractmethod
     def quantize(

@@ -3,6 +3,7 @@
 from jaxscale.nn.formats.bit_planes import bit_plane_product, planes
 from jaxscale.nn.formats.by_name import ByName
 from jaxscale.nn.formats.float_zeros import FloatZeros
+from jaxscale.nn.formats.low_rank import WithLowRank
 from jaxscale.nn.formats.numbers import NumberType, numbers_of
 from jaxscale.nn.formats.packing import pack, unpack
 from jaxscale.nn.formats.presets import FORMATS, PRESETS, GroupedIntegers
@@ -18,6 +19,7 @@ __all__ = [
     "NumberType",
     "Stored",
     "StoredWeight",
+    "WithLowRank",
     "bit_plane_product",
     "numbers_of",
     "pack",

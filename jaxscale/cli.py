@@ -38,6 +38,7 @@ from jaxscale.commands import (
     settings,
     sweep,
     train,
+    tune,
 )
 from jaxscale.commands.shared import TEXT, accept, import_module, join
 from jaxscale.errors import INTERRUPTED, MISTAKE, ConfigError, JaxscaleError, near
@@ -48,7 +49,7 @@ from pallas_kernels.errors import KernelError
 
 COMMANDS = (
     new, data, annotate, train, rl, launch, peers, sweep, laws, explain, plan, coordcheck, sample, eval, serve, import_,
-    merge, quantize, grow, export, report, checkpoint, replay, schedule, microbench, settings,
+    merge, quantize, tune, grow, export, report, checkpoint, replay, schedule, microbench, settings,
 )  # fmt: skip
 """Modules of the commands, in the order of `--help`."""
 

@@ -28,7 +28,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "Guards, snapshots and the watchdog": (
         "jaxscale.step.guards", "jaxscale.step.snapshots", "jaxscale.step.watchdog",
     ),
-    "Trackers": ("jaxscale.train.trackers", "jaxscale.step.histograms"),
+    "Trackers": ("jaxscale.train.trackers", "jaxscale.step.histograms", "jaxscale.step.flip_rate"),
     "Layout": ("jaxscale.layout",),
     "Models": ("jaxscale.models",),
     "Model parts": ("jaxscale.nn",),

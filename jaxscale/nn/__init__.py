@@ -26,7 +26,7 @@ from jaxscale.nn.context import Context, dropout
 from jaxscale.nn.context_parallel import GatherAttention, RingAttention, TokenRingAttention, UlyssesAttention
 from jaxscale.nn.embedding import Embedding, StableEmbedding
 from jaxscale.nn.flash import flash_attention
-from jaxscale.nn.formats import GroupedIntegers, Stored, StoredWeight
+from jaxscale.nn.formats import GroupedIntegers, StatsQ, Stored, StoredWeight
 from jaxscale.nn.head import filled_logits, head_logits
 from jaxscale.nn.latent import LatentAttention
 from jaxscale.nn.linear import Linear, project
@@ -35,7 +35,7 @@ from jaxscale.nn.mixer import MADE_WITH, Mixer
 from jaxscale.nn.mlp import GELU, FeedForward, GeGLU, SwiGLU
 from jaxscale.nn.moe import Experts, MixtureOfExperts
 from jaxscale.nn.norms import LayerNorm, QKNorm, RMSNorm, UnitOffsetRMSNorm
-from jaxscale.nn.products import MXFP8, Fp8, Int8, ProductRule, Products
+from jaxscale.nn.products import MXFP8, Fp8, Int8, ProductRule, Products, Rounded
 from jaxscale.nn.recurrent import document_starts, recurrence
 from jaxscale.nn.reversible import ReversibleRun
 from jaxscale.nn.rotary import (
@@ -56,6 +56,7 @@ from jaxscale.parallel import Weight, as_weight
 
 __all__ = [
     "Products",
+    "Rounded",
     "ProductRule",
     "MXFP8",
     "Int8",
@@ -82,6 +83,7 @@ __all__ = [
     "GeGLU",
     "Group",
     "GroupLimit",
+    "StatsQ",
     "Stored",
     "StoredWeight",
     "GroupedIntegers",

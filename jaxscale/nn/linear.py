@@ -95,6 +95,11 @@ class Linear(nnx.Module):
         """Multiply `x` by the kernel and add the bias."""
         return self.biased(project(x, self.kernel.get_value(), self.axes, self.contracted, self.arithmetic))
 
+    @property
+    def weight(self) -> Weight:
+        """The kernel as a weight."""
+        return as_weight(self.kernel.get_value())
+
     def biased(self, y: Float[Array, "..."]) -> Float[Array, "..."]:
         """Add the bias, if there is one.
 
@@ -123,8 +128,8 @@ def into(x: Float[Array, "b s e"], *linears: Linear, overlap: bool = False) -> l
       LayoutError: with `overlap`, the layout has a `tensor` axis and does not shard as the overlap needs.
     """
     if overlap and why_no_overlap(*_hidden(linears)) != "":
-        kernels, axes = tuple(map(_whole, linears)), tuple(m.axes for m in linears)
-        products = gather_matmul(x, kernels, axes, linears[0].arithmetic)
+        kernels, axes = tuple(m.weight.dense() for m in linears), tuple(m.axes for m in linears)
+        products = gather_matmul(x, kernels, axes, linears[0].weight.arithmetic(linears[0].arithmetic))
         return [m.biased(y) for m, y in zip(linears, products, strict=True)]
     x = constrain(x, "batch", "seq", "embed")
     return [m(x) for m in linears]
@@ -142,13 +147,9 @@ def out_of(h: Float[Array, "b s ..."], linear: Linear, *, overlap: bool = False)
       LayoutError: see `into`.
     """
     if overlap and why_no_overlap(*_hidden((linear,))) != "":
-        return linear.biased(matmul_scatter(h, _whole(linear), linear.axes, linear.arithmetic))
+        arithmetic = linear.weight.arithmetic(linear.arithmetic)
+        return linear.biased(matmul_scatter(h, linear.weight.dense(), linear.axes, arithmetic))
     return linear(h)
-
-
-def _whole(linear: Linear) -> Array:
-    """Return the kernel as one array, for products other than `project`."""
-    return as_weight(linear.kernel.get_value()).dense()
 
 
 def _hidden(linears: tuple[Linear, ...]) -> list[str]:

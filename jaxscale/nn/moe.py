@@ -262,11 +262,10 @@ class Experts(nnx.Module):
             None if w is None else w.gathered(axes, self.arithmetic.dtype) if gathered else w.dense()
             for w, axes in zip(stored, (UP, UP, DOWN), strict=True)
         )
+        arithmetic = as_weight(self.up.get_value()).arithmetic(self.arithmetic)
         act = c.expert.activation
         with jax.named_scope("experts"):
-            y = expert_mlp(
-                x, routed, weights, act=act, arithmetic=self.arithmetic, capacity=capacity, gathered=gathered
-            )
+            y = expert_mlp(x, routed, weights, act=act, arithmetic=arithmetic, capacity=capacity, gathered=gathered)
         if self.shared is not None:
             with jax.named_scope("shared"):
                 y = y + self._gated(self.shared(constrain(x, "batch", "seq", "embed")), x)

@@ -2,6 +2,7 @@
 
 from jaxscale.optim.adafactor import Adafactor, adafactor
 from jaxscale.optim.adamw import SGD, AdamW, adamw
+from jaxscale.optim.annealed import ConfidenceGuided
 from jaxscale.optim.balance import balanced, gradient_norm, without_biases
 from jaxscale.optim.base import (
     FusedTransformation,
@@ -48,6 +49,7 @@ __all__ = [
     "Adafactor",
     "AdamW",
     "AdamW8bit",
+    "ConfidenceGuided",
     "Constant",
     "EightBit",
     "FusedTransformation",

@@ -91,6 +91,10 @@ class Numbers(abc.ABC):
           out_dtype: dtype of the result.
         """
 
+    def for_stored(self) -> Numbers:
+        """Return these numbers for a product with a kernel that is stored in few bits, by default the same."""
+        return self
+
 
 @dataclasses.dataclass(frozen=True)
 class Cast(Numbers):
@@ -166,3 +170,8 @@ class Arithmetic:
           out_dtype: dtype of the product; by default that of this one.
         """
         return Arithmetic.cast(self.dtype, self.out_dtype if out_dtype is None else out_dtype)
+
+    def for_stored(self) -> Arithmetic:
+        """Return the arithmetic of a product with a kernel that is stored in few bits, and not rounded again."""
+        passes = ("forward", "input_gradient", "kernel_gradient")
+        return dataclasses.replace(self, **{name: getattr(self, name).for_stored() for name in passes})

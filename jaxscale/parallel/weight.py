@@ -75,6 +75,14 @@ class Weight(abc.ABC):
         """
         return in_use(self.dense(), axes, dtype)
 
+    def arithmetic(self, arithmetic: Arithmetic) -> Arithmetic:
+        """Return the arithmetic of a product with `dense`, by default the layer's.
+
+        Args:
+          arithmetic: the layer's.
+        """
+        return arithmetic
+
     def infos(self, info: TensorInfo) -> Tree:
         """Return a `TensorInfo` for each array of this weight, in the weight's tree structure.
 

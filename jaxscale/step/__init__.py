@@ -19,6 +19,7 @@ from jaxscale.step.backprop import Backprop, make_loss_and_grads, make_step
 from jaxscale.step.blueprint import blueprint_of, settled
 from jaxscale.step.callbacks import Callback
 from jaxscale.step.config import TrainConfig
+from jaxscale.step.flip_rate import FlipRate
 from jaxscale.step.histograms import Histograms
 from jaxscale.step.lora import LoRA
 from jaxscale.step.loss import AutoLoss, CutLoss, Loss, MaterialisedLoss
@@ -66,6 +67,7 @@ __all__ = [
     "Backprop",
     "Blueprint",
     "Callback",
+    "FlipRate",
     "Classification",
     "CutLoss",
     "DAPO",

@@ -7,6 +7,7 @@ from jaxscale.nn.formats.low_rank import WithLowRank
 from jaxscale.nn.formats.numbers import NumberType, numbers_of
 from jaxscale.nn.formats.packing import pack, unpack
 from jaxscale.nn.formats.presets import FORMATS, PRESETS, GroupedIntegers
+from jaxscale.nn.formats.statsq import StatsQ
 from jaxscale.nn.formats.stored import Stored
 from jaxscale.nn.formats.weight import StoredWeight
 
@@ -17,6 +18,7 @@ __all__ = [
     "FloatZeros",
     "GroupedIntegers",
     "NumberType",
+    "StatsQ",
     "Stored",
     "StoredWeight",
     "WithLowRank",

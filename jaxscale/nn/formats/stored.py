@@ -190,14 +190,14 @@ class Stored(WeightFormat):
         blocks, entries = cut(kernel.astype(jnp.float32), self.block(kernel.shape, contracted))
         if self.zeros:
             low, high = jnp.min(blocks, entries, initial=0.0), jnp.max(blocks, entries, initial=0.0)
-            scale = _above_zero((high - low) / (2**self.bits - 1))
+            scale = above_zero((high - low) / (2**self.bits - 1))
             return scale, jnp.clip(jnp.round(-low / scale), 0, 2**self.bits - 1)
         largest = jnp.max(jnp.abs(blocks), entries)
         if self.scale == "e8m0":
             return _power_of_two(largest, self._largest), None
         if self._kind.mean:
-            return _above_zero(jnp.mean(jnp.abs(blocks), entries)), None
-        return _above_zero(largest / self._largest), None
+            return above_zero(jnp.mean(jnp.abs(blocks), entries)), None
+        return above_zero(largest / self._largest), None
 
     def flaws(self, kernel: Float[Array, "..."], weight: Weight | Array) -> Bool[Array, " 2"]:
         """See `WeightFormat`; a scale of 0 for weights that are not is one as well."""
@@ -285,7 +285,12 @@ def dimensions(rank: int, contracted: tuple[int, ...]) -> tuple[tuple[int, ...],
     return lead, inputs, tuple(d for d in range(rank) if d not in (*lead, *inputs))
 
 
-def _above_zero(scale: Array) -> Array:
+def above_zero(scale: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return scales with 1 in place of 0, for groups of zeros.
+
+    Args:
+      scale: at least 0.
+    """
     return jnp.where(scale > 0, scale, 1.0)
 
 

@@ -130,7 +130,11 @@ class StoredWeight(Weight):
 
         They pass the rounding of activations as if there were none.
         """
-        return _product(x, self, axes, contracted, arithmetic)
+        return _product(x, self, axes, contracted, self.arithmetic(arithmetic))
+
+    def arithmetic(self, arithmetic: Arithmetic) -> Arithmetic:
+        """See `Weight`: the numbers of kernels that are stored in few bits."""
+        return arithmetic.for_stored()
 
     def infos(self, info: TensorInfo) -> Tree:
         """See `Weight`; dimensions of codes and scales have the kernel's names wherever there are several."""

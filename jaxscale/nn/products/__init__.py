@@ -4,5 +4,17 @@ from jaxscale.nn.products.base import EightBits, ProductRule, Products, apply_pr
 from jaxscale.nn.products.fp8 import Fp8
 from jaxscale.nn.products.int8 import Int8
 from jaxscale.nn.products.mxfp8 import MXFP8
+from jaxscale.nn.products.rounded import Rounded
 
-__all__ = ["EightBits", "Fp8", "Int8", "MXFP8", "ProductRule", "Products", "apply_products", "layers_of", "rules_of"]
+__all__ = [
+    "EightBits",
+    "Fp8",
+    "Int8",
+    "MXFP8",
+    "ProductRule",
+    "Products",
+    "Rounded",
+    "apply_products",
+    "layers_of",
+    "rules_of",
+]

@@ -111,8 +111,8 @@ def _run(name, folder, **more):
     return drawn(config, folder / "run")
 
 
-LONGER = "llama", "llama linear", "mixtral", "qwen2", "qwen3", "gemma3_text"
-NAMES = ["llama3", "qwen3_moe", "gemma2", *(pytest.param(n, marks=pytest.mark.long) for n in LONGER)]
+LONGER = "llama", "qwen3_moe", "llama linear", "mixtral", "qwen2", "qwen3", "gemma3_text"
+NAMES = ["llama3", "gemma2", *(pytest.param(n, marks=pytest.mark.long) for n in LONGER)]
 
 
 @pytest.mark.parametrize("name", NAMES)

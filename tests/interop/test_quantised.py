@@ -130,7 +130,7 @@ def _model(pack):
     return made, values
 
 
-@pytest.mark.parametrize("name", ["fp8, blocks cut at the edges", "gptq 4 bits", "awq", "int4 packed"])
+@pytest.mark.parametrize("name", ["fp8, blocks cut at the edges", "awq"])
 def test_a_widened_import_is_the_model_of_those_values(tmp_path, name):
     config, pack = LAYOUTS[name]
     made, values = _model(pack)
@@ -226,7 +226,10 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("name", KEPT)
+SHORT = "fp8, blocks that our dimensions do not have", "gptq 4 bits", "int4 packed, in shards"
+
+
+@pytest.mark.parametrize("name", [n if n in SHORT else pytest.param(n, marks=pytest.mark.long) for n in KEPT])
 def test_kept_weights_are_those_values_and_their_codes_are_few(tmp_path, name):
     config, pack = KEPT[name]
     made, values = _model(pack)
@@ -275,6 +278,7 @@ def test_latent_attention_and_experts_are_kept(tmp_path):
     assert kept.generate(np.array([1, 2, 3]), **greedy).ids == wide.generate(np.array([1, 2, 3]), **greedy).ids
 
 
+@pytest.mark.long
 def test_nf4_is_kept_but_not_written_again(tmp_path):
     made, _ = _model(lambda w: packed.four_bits(w, 16, np.asarray(NF4, np.float32)))
     folder = _write(tmp_path / "theirs", made, BNB)

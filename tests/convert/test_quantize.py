@@ -52,7 +52,7 @@ def files_of(run):
     "recipe",
     [
         GPTQ(4, 8),
-        AWQ(4, 8),
+        pytest.param(AWQ(4, 8), marks=pytest.mark.long),
         *(pytest.param(r, marks=pytest.mark.long) for r in (RoundToNearest(4, 8), SmoothQuant(), HQQ(4, 8))),
         pytest.param(EoRA(recipe=GPTQ(4, 8), rank=4), marks=pytest.mark.long),
         pytest.param(GPTQ(weights=Stored("nf4", group=8)), marks=pytest.mark.long),
@@ -99,9 +99,8 @@ def test_a_kill_between_layers_or_while_writing_gives_the_same_bytes(base, tmp_p
     assert files_of(again) == files_of(whole)
 
 
-@pytest.mark.parametrize(
-    "recipe", [HQQ(3, 8), pytest.param(GPTQ(3, 8), marks=pytest.mark.long)], ids=lambda r: type(r).__name__
-)
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", [HQQ(3, 8), GPTQ(3, 8)], ids=lambda r: type(r).__name__)
 def test_a_layout_gives_the_same_weights(base, tmp_path, recipe):
     one = quantize(base, tmp_path / "one", recipe, **OPTIONS)
     many = quantize(base, tmp_path / "many", recipe, layout=js.Layout("data=2,tensor=2"), **OPTIONS)
@@ -120,7 +119,7 @@ def test_a_layout_gives_the_same_weights(base, tmp_path, recipe):
     [
         pytest.param({}, marks=pytest.mark.long),
         dict(norm=LayerNorm, bias=True, qkv_bias=True, kv_heads=4),
-        dict(norm=UnitOffsetRMSNorm, mlp=GeGLU, kv_heads=1),
+        pytest.param(dict(norm=UnitOffsetRMSNorm, mlp=GeGLU, kv_heads=1), marks=pytest.mark.long),
         pytest.param(dict(parallel=True), marks=pytest.mark.long),
     ],
     ids=["llama", "biases", "gemma", "parallel"],

@@ -186,6 +186,15 @@ class ChecksRows(Protocol):
 
 
 @runtime_checkable
+class NamesNumberTypes(Protocol):
+    """Multiplies numbers of types that not every chip has."""
+
+    def number_types(self) -> tuple[str, ...]:
+        """Return the types, as `jaxscale.hardware.Chip.flops` names them."""
+        ...
+
+
+@runtime_checkable
 class DescribesLayers(Protocol):
     """Describes at the start of a run how its layers are applied."""
 

@@ -42,6 +42,7 @@ from jaxscale.nn import (
     SwiGLU,
     dot_product_attention,
 )
+from jaxscale.nn.products import rules_of
 from jaxscale.optim.mup import Parametrisation, Widening
 from jaxscale.renamed import renamed
 
@@ -265,6 +266,11 @@ class TransformerConfig:
         wide = dataclasses.replace(self, **sizes, mlp=widened(self.mlp), blocks=blocks)
         key_heads = scaled("Transformer.kv_heads", self.kv_heads, wide.sizes.heads, was.heads)
         return dataclasses.replace(wide, kv_heads=key_heads)
+
+    def number_types(self) -> tuple[str, ...]:
+        """Return the types of operands of products that not every chip has; see `jaxscale.models.base`."""
+        chosen = (rule.products for rule in rules_of(self.products))
+        return tuple(dict.fromkeys(name for p in chosen if p is not None for name in p.rates))
 
     def length_unit(self) -> int:
         """Return the number that attention needs a sequence's length to be a multiple of under the layout in force."""

@@ -20,7 +20,7 @@ from jaxscale.data.annotations import annotated_by
 from jaxscale.data.loader import arrays_of
 from jaxscale.errors import ConfigError, DataError, JaxscaleError, LayoutError, near
 from jaxscale.layout import Layout, filled_notes, shardings_of
-from jaxscale.models.base import ChecksRows, CutsSequences, LanguageModelConfig, ReadsTokens
+from jaxscale.models.base import ChecksRows, CutsSequences, LanguageModelConfig, NamesNumberTypes, ReadsTokens
 from jaxscale.optim import state_infos
 from jaxscale.optim.base import Schedule
 from jaxscale.parallel import why_no_gathers
@@ -30,6 +30,7 @@ from jaxscale.step.blueprint import abstract_inputs, blueprint_of, shapes_of
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.effects import without_effect
 from jaxscale.step.histograms import with_histograms
+from jaxscale.step.number_types import check_number_types
 from jaxscale.step.objective import Totals, terms_of
 from jaxscale.step.objective_checks import check_linear, check_numbers, merge_totals
 from jaxscale.step.pipeline import is_pipelined, pipelined
@@ -39,6 +40,7 @@ from jaxscale.step.stored import refuse_training
 from jaxscale.step.texts import text_ids
 from jaxscale.step.trace import gathers
 from jaxscale.step.user_metrics import LOGGED, with_logged
+from pallas_kernels.dispatch import device
 
 log = logging.getLogger("jaxscale")
 
@@ -323,6 +325,9 @@ def check_quickly(blueprint: Blueprint, config: TrainConfig) -> None:
     if isinstance(config.model, ChecksRows):
         with layout if layout is not None else contextlib.nullcontext():
             config.model.check_row(config.seq_len)
+    if isinstance(config.model, NamesNumberTypes):
+        with layout if layout is not None else contextlib.nullcontext():
+            check_number_types(config.model.number_types(), device().kind)
 
 
 def _replicated_state(blueprint: Blueprint) -> list[str]:

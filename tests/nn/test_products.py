@@ -23,6 +23,7 @@ from jaxscale.parallel.collective_matmul import gather_matmul, matmul_scatter
 from jaxscale.parallel.scaled import INT32_TERMS, exponents, powers_of_two, rounded_at_random
 from jaxscale.plan import compile_for, topology_devices
 from jaxscale.plan.collectives import collectives
+from jaxscale.step.number_types import check_number_types
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import random_batch, train
@@ -253,6 +254,17 @@ def test_rules_choose_layers_by_axis_and_by_path():
 def test_a_setting_that_cannot_be_is_refused(make, words):
     with raises_saying(ConfigError, *words):
         make()
+
+
+def test_a_type_that_a_chip_would_widen_is_refused_before_training(caplog):
+    check_number_types(model(Fp8()).number_types(), "NVIDIA H100 80GB HBM3")
+    check_number_types(model(Int8()).number_types(), "TPU v5 lite")
+    check_number_types(model((ProductRule("mlp", Fp8()),)).number_types(), "cpu")
+    assert not caplog.records
+    check_number_types(model(Fp8()).number_types(), "TPU v6 lite")
+    assert "v6e multiplies float8 no faster than bfloat16" in caplog.text
+    with raises_saying(ConfigError, "float8", "v5e", "@Int8() or None"):
+        check_number_types(model((ProductRule("mlp", Fp8()),)).number_types(), "TPU v5 lite")
 
 
 def test_blocks_that_do_not_divide_a_sum_are_refused_with_some_that_do():

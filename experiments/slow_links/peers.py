@@ -1,6 +1,6 @@
 """Held-out loss of processes that train apart, beside synchronous training; one is killed, and one joins.
 
-python experiments/slow_links/peers.py          # ten minutes on two busy cores; resumes where it stopped
+python experiments/slow_links/peers.py          # twenty minutes on two busy cores; resumes
 python experiments/slow_links/peers.py --table  # train nothing; the table from results/peers.json
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,23 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "peers.json"
 STEPS, ROWS, SEQ, EVERY, PEERS = 300, 32, 64, 20, 4
 WIRES = {"float32": Float32Wire(), "8 bits": IntegerWire()}
-CASES = {"4 processes": "float32", "4 processes, 8 bits": "8 bits", "one killed, one joins": "float32"}
+CASES = {"one killed, one joins": "float32", "4 processes": "float32", "4 processes, 8 bits": "8 bits"}
 KILLED, JOINED = 5, 10  # rounds
 
 
-def train(address: str, wire: str, run: str) -> None:
+@dataclasses.dataclass(frozen=True)
+class Hold(js.step.Callback):
+    """Waits before the end of a round until a file exists, so that a process that starts slowly joins at that round."""
+
+    file: str
+
+    def on_step(self, step: int, row: Any, run: Any) -> None:
+        """Wait."""
+        while step == JOINED * EVERY - 1 and not Path(self.file).exists():
+            time.sleep(0.1)
+
+
+def train(address: str, wire: str, run: str, *hold: str) -> None:
     """Train one process: the settings of train.py, and a fourth of the rows."""
     config = js.TrainConfig(
         model=js.models.Transformer.Config(depth=2, width=64, heads=4, vocab=256),
@@ -45,14 +58,15 @@ def train(address: str, wire: str, run: str) -> None:
         lr=3e-3,
         eval_every=EVERY,
         eval_batches=8 * PEERS,  # the same held-out rows as in train.py
+        callbacks=tuple(map(Hold, hold)),
     )
     js.fit(config, run=run, quiet=True)
 
 
 @contextlib.contextmanager
-def coordinated() -> Iterator[Coordinator]:
+def coordinated(say: Callable[[str], None]) -> Iterator[Coordinator]:
     """Serve a coordinator in a thread."""
-    coordinator, over = Coordinator(least=PEERS), threading.Event()
+    coordinator, over = Coordinator(least=PEERS, patience=3600, say=say), threading.Event()
     thread = threading.Thread(target=coordinator.serve, args=(over.is_set,))
     thread.start()
     try:
@@ -72,11 +86,13 @@ def wait_for(coordinator: Coordinator, round: int, started: list[subprocess.Pope
 def measure(name: str, folder: Path) -> dict[str, Any]:
     """Train the processes of a case; the curve is that of one which is there from first to last."""
     folder.mkdir()
-    with coordinated() as coordinator:
+    lines: list[str] = []
+    with coordinated(lines.append) as coordinator:
         address = "{}:{}".format(*coordinator.address)
 
         def start(run: str) -> subprocess.Popen[bytes]:
             words = [sys.executable, __file__, "--train", address, CASES[name], str(folder / run)]
+            words += [str(folder / "go")] if "killed" in name else []
             programs = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "programs")}
             return subprocess.Popen(words, env=programs | os.environ)
 
@@ -85,8 +101,10 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
             if "killed" in name:
                 wait_for(coordinator, KILLED, started)
                 started[-1].send_signal(signal.SIGKILL)
-                wait_for(coordinator, JOINED - 1, started)
                 started.append(start("new"))
+                while not any("new has joined" in line for line in lines):
+                    time.sleep(0.1)
+                (folder / "go").touch()
             codes = [p.wait() for p in started]
         finally:
             for p in started:
@@ -125,7 +143,7 @@ def table() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--table", action="store_true", help="do not train")
-    parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--train", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:
         train(*args.train)

@@ -263,7 +263,7 @@ def test_what_does_not_fit_is_refused(teacher, tmp_path):
         ),
         (
             lambda: TrainConfig(model=STUDENT, objective=Distill(good, hidden=1.0)),
-            ("hidden states", "32 elements", "16"),
+            ("hidden states", "32 elements", "16", "set the student's width to 32", "Distill.hidden to 0"),
         ),
     ):  # fmt: skip
         with raises_saying(ConfigError, *words):

@@ -184,7 +184,8 @@ class Distill(TokenObjective):
         if self.hidden and widths[0] != widths[1]:
             raise ConfigError(
                 f"Distill.hidden compares hidden states, but the teacher's have {widths[0]} elements and the student's "
-                f"{widths[1]}; set it to 0"
+                f"{widths[1]}, and an objective has no parameters for a layer between them; set the student's width to "
+                f"{widths[0]}, or Distill.hidden to 0, since distributions of tokens can be compared at any width"
             )
 
     def describe(self, config: TrainConfig) -> str:

@@ -172,7 +172,7 @@ from jaxscale.nn import WeightFormat
 
 @register
 @dataclasses.dataclass(frozen=True)
-class Rounded(WeightFormat):
+class Decimals(WeightFormat):
     digits: int = 3
 
     def encode(self, kernel, contracted):
@@ -181,30 +181,30 @@ class Rounded(WeightFormat):
 
 
 def test_commands_keep_weights_in_the_form_of_a_module_of_ones_own(run, folder, finished_run, monkeypatch):
-    code, _, err = run("sample", folder, "--weights", "Rounded")
+    code, _, err = run("sample", folder, "--weights", "Decimals")
     assert code == 2 and "no registered weight format has this name" in err
     Path("own_weights.py").write_text(ROUNDED)
-    chosen = ["--import", "own_weights", "--weights", "Rounded", "--gin.Rounded.digits=1"]
+    chosen = ["--import", "own_weights", "--weights", "Decimals", "--gin.Decimals.digits=1"]
     argv = ["--prompt", "def ", "--tokens", 8, "--temperature", 0]
     code, out, err = run("sample", folder, *argv, *chosen)
-    rounded = sys.modules["own_weights"].Rounded(digits=1)
+    rounded = sys.modules["own_weights"].Decimals(digits=1)
     text = js.load(folder).generate("def ", weights=rounded, temperature=0, max_tokens=8).text
     assert (code, out) == (0, f"def {text}\n"), err
     code, _, err = run("eval", folder, "book.txt", "--out", "rounded.json", *chosen)
     assert code == 0, err
     run("eval", folder, "book.txt", "--out", "plain.json")
     result, plain = (json.loads(Path(f).read_text()) for f in ("rounded.json", "plain.json"))
-    assert result["weights"] == "Rounded(digits=1)" and plain["weights"] is None
+    assert result["weights"] == "Decimals(digits=1)" and plain["weights"] is None
     assert result["nats"] == perplexity(js.load(folder), ["book.txt"], weights=rounded).nats != plain["nats"]
     assert result["unquantised"]["nats"] == plain["nats"]
     assert result["nats_per_token_added"] == (result["nats"] - plain["nats"]) / plain["tokens"]
     for wrong, words in (
         (
-            ["--weights", "Runded"],
-            "--weights Runded: no registered weight format has this name; did you mean 'Rounded'?",
+            ["--weights", "Decimls"],
+            "--weights Decimls: no registered weight format has this name; did you mean 'Decimals'?",
         ),
-        (["--weights", "Rounded", "--gin.Rounded.digit=1"], "no parameter 'digit'; did you mean 'digits'?"),
-        (["--weights", "Rounded", "--gin.LoRA.rank=1"], "--gin.LoRA.rank is not part of --weights Rounded"),
+        (["--weights", "Decimals", "--gin.Decimals.digit=1"], "no parameter 'digit'; did you mean 'digits'?"),
+        (["--weights", "Decimals", "--gin.LoRA.rank=1"], "--gin.LoRA.rank is not part of --weights Decimals"),
     ):
         code, out, err = run("sample", folder, *wrong)
         assert code == 2 and re.fullmatch(r"jaxscale: [^\n]+\n", err) and words in err, err

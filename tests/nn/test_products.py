@@ -90,8 +90,11 @@ def test_a_product_and_its_gradients_are_those_of_the_recipe_in_numpy(recipe):
 def test_the_product_is_that_of_qwix(recipe, name):
     qwix = pytest.importorskip("qwix")
     x, kernel = arrays((S, E), (E, F))
-    left = qwix.quantize(jnp.asarray(x), name, channelwise_axes=[0])
-    right = qwix.quantize(jnp.asarray(kernel), name, channelwise_axes=[1])
+    numbers = recipe.arithmetic("float32").forward  # qwix's own scales of int8 map the largest number to 127.5
+    left, right = (
+        qwix.QArray(qvalue=coded.codes, scale=coded.scale, qtype=name)
+        for coded in (numbers.left(jnp.asarray(x), (1,)), numbers.right(jnp.asarray(kernel), (0,)))
+    )
     theirs = qwix.dot_general(left, right, (((1,), (0,)), ((), ())))
     ours = project(x[None], kernel, ("embed", "mlp"), (0,), recipe.arithmetic("float32"))[0]
     np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-3)

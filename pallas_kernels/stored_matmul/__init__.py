@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.stored_matmul import reference, tpu
+from pallas_kernels.stored_matmul import gpu, reference, tpu
 from pallas_kernels.stored_matmul.inputs import Facts, Packed, checked
 from pallas_kernels.stored_matmul.numbers import Codebook, Floats, Integers, Numbers, Powers, Table
 
@@ -51,7 +51,7 @@ def stored_matmul(
       weight: the matrix (K, N).
       transposed: multiply by the transpose.
       out_dtype: dtype of the product; by default x's.
-      implementation: "mosaic_tpu", "xla", or `None` for the best.
+      implementation: "mosaic_tpu", "mosaic_gpu", "xla", or `None` for the best.
 
     Returns:
       (rows, N); (rows, K) with `transposed`.
@@ -69,6 +69,7 @@ def _always(target: Any, **case: Any) -> str | None:
 
 IMPLEMENTATIONS = (
     Implementation("mosaic_tpu", ("tpu",), tpu.supported, tpu.run),
+    Implementation("mosaic_gpu", ("cuda",), gpu.supported, gpu.run),
     Implementation("xla", (), _always, reference.run),
 )
 """Best first."""

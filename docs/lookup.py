@@ -18,6 +18,7 @@ from python_api import api, constants
 import pallas_kernels
 from jaxscale import cli, errors
 from jaxscale.commands.settings import register_all
+from jaxscale.config import registered
 from jaxscale.config_docs import FAMILIES, Described, Setting, described, parse
 from jaxscale.hardware import chip, chips
 from jaxscale.interop import FAMILIES as CHECKPOINTS
@@ -112,8 +113,12 @@ def sentence(text: str) -> str:
 
 
 def label(name: str) -> str:
-    """What other pages link a registered name by: `[AdamW](#setting-adamw)`."""
-    return f"setting-{name.lower()}"
+    """What other pages link a registered name by: `[AdamW](#setting-adamw)`.
+
+    Links do not tell capitals apart, so that of `int8`, the format, beside `Int8` is `#setting-int8-lowercase`.
+    """
+    capitalised = {other.lower() for other in registered() if other != other.lower()}
+    return f"setting-{name.lower()}" + ("-lowercase" if name == name.lower() and name in capitalised else "")
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

@@ -33,7 +33,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--type", help="of the matrices of a GGUF file: f32, f16, bf16, q8_0 or q4_0 (default: own)")
     parser.add_argument("--shard-size", type=float, metavar="GB", help="largest file in GB (default 5)")
     parser.add_argument(
-        "--kept", action="store_true", help="write quantised weights that the import kept as they were (default: dense)"
+        "--as-imported",
+        action="store_true",
+        help="write quantised weights that the import kept as they were (default: dense)",
     )
     parser.add_argument(
         "--adapters",
@@ -75,7 +77,13 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
 
         packages()  # before anything is written
 
-    options = {"family": args.family, "step": args.step, "dtype": args.dtype, "kept": args.kept, "say": _say}
+    options = {
+        "family": args.family,
+        "step": args.step,
+        "dtype": args.dtype,
+        "as_imported": args.as_imported,
+        "say": _say,
+    }
     out = export_checkpoint(load(args.run), args.out, shard_bytes=int(size * 10**9), **options)
     files = sorted(out.glob("*.safetensors"))
     print(f"{out}: {sum(f.stat().st_size for f in files):,} bytes of safetensors in {len(files)} file(s)")
@@ -95,7 +103,7 @@ def _gguf(args: argparse.Namespace) -> int:
         ("--dtype", args.dtype),
         ("--shard-size", args.shard_size),
         ("--base", args.base),
-        ("--kept", args.kept or None),
+        ("--as-imported", args.as_imported or None),
     ):
         if present is not None:
             raise ConfigError(f"{name} is for Hugging Face folders; leave it out, or use --type for a GGUF file")
@@ -113,7 +121,11 @@ def _adapters(args: argparse.Namespace) -> int:
     from jaxscale.convert.exporting_adapters import export_adapters
     from jaxscale.errors import ConfigError
 
-    whole = (("--check", args.check), ("--shard-size", args.shard_size is not None), ("--kept", args.kept))
+    whole = (
+        ("--check", args.check),
+        ("--shard-size", args.shard_size is not None),
+        ("--as-imported", args.as_imported),
+    )
     for name, present in whole:
         if present:
             raise ConfigError(f"{name} applies to whole models; leave out {name} or --adapters")

@@ -48,7 +48,7 @@ def export_checkpoint(
     step: int | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
-    kept: bool = False,
+    as_imported: bool = False,
     say: Callable[[str], None] = log.warning,
 ) -> Path:
     """Write a run's parameters as a Hugging Face folder, which `transformers` and others read.
@@ -66,8 +66,8 @@ def export_checkpoint(
       step: the checkpoint's step; the newest by default.
       dtype: dtype of the output, "bfloat16" or "float32"; by default the parameters'.
       shard_bytes: most bytes of a safetensors file.
-      kept: write quantised weights that an import kept in the layout that they came in, bit for bit; by default as
-        plain arrays.
+      as_imported: write quantised weights that an import kept in the layout that they came in, bit for bit; by default
+        as plain arrays.
       say: prints a line.
 
     Returns:
@@ -84,9 +84,11 @@ def export_checkpoint(
     imported = run.imported
     model = dataclasses.replace(model, param_dtype=dtype or model.param_dtype)
     bound = chosen.bind(model)
-    sources = _as_kept(run, step, bound) if kept else plain_tensors(bound, Blocks(run, step).read)
+    sources = _as_kept(run, step, bound) if as_imported else plain_tensors(bound, Blocks(run, step).read)
     written = run.checkpoints.manifest(step).get("time")  # a step may be written again
-    mark = json.dumps([run.info.get("id"), step, written, chosen.model_type, model.param_dtype, shard_bytes, kept])
+    mark = json.dumps(
+        [run.info.get("id"), step, written, chosen.model_type, model.param_dtype, shard_bytes, as_imported]
+    )
     _claim(out, mark, say)
     try:
         write_tensors(sources, out, shard_bytes)
@@ -94,7 +96,7 @@ def export_checkpoint(
             copy_companions(imported.folder, out, but=(CONFIG,))
         else:
             _write_companions(run, out, say)
-        about = source if kept else _config(chosen, model, source, length, run)
+        about = source if as_imported else _config(chosen, model, source, length, run)
         write_text(out / CONFIG, json.dumps(about, indent=2) + "\n")
         (out / _UNFINISHED).unlink()
         upload(out)
@@ -109,7 +111,7 @@ def _as_kept(run: Run, step: int, bound: list[Bound]) -> dict[str, Written]:
     """Return the tensors of a run whose quantised weights an import kept."""
     facts, imported = run.info.get(FACTS), run.imported
     if not facts or imported is None or not isinstance(run.config.stored, ByName):
-        raise CheckpointError(f"{run.place} has no quantised weights that an import kept; leave out --kept")
+        raise CheckpointError(f"{run.place} has no quantised weights that an import kept; leave out --as-imported")
     layout, _ = layout_of(imported.config, str(imported.folder / CONFIG))
     infos = {i.path: i for i in jax.tree.leaves(describe_model(run.config.model)[1])}
     keeps = {}

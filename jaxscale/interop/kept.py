@@ -92,17 +92,17 @@ class Kept(Foreign):
 
     def _keep(self, b: Bound, info: TensorInfo) -> Keep | None:
         names = [self.their(key) for key, _ in b.keys()]
-        kept = [name for name in names if name in self._decoded.weights]
-        if not kept:
+        stored = [name for name in names if name in self._decoded.weights]
+        if not stored:
             return None
-        if len(kept) < len(names):
+        if len(stored) < len(names):
             other = next(name for name in names if name not in self._decoded.weights)
-            raise cannot_keep(kept[0], f"{other}, which is in the same array here, is not quantised")
-        kinds = {self._decoded.kind(name): name for name in kept}
+            raise cannot_keep(stored[0], f"{other}, which is in the same array here, is not quantised")
+        kinds = {self._decoded.kind(name): name for name in stored}
         if len(kinds) > 1:
             (_, one), (_, two), *_ = kinds.items()
             raise cannot_keep(one, f"{two}, which is in the same array here, is quantised in another way")
-        return Keep(b, info.contracted or (), next(iter(kinds)), _format(next(iter(kinds)), b, info, kept[0]))
+        return Keep(b, info.contracted or (), next(iter(kinds)), _format(next(iter(kinds)), b, info, stored[0]))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -133,10 +133,10 @@ class Kept(Foreign):
         bits, axis = keep.format.bits, keep.format.axis(keep.bound.shape, keep.contracted)
         assert axis is not None
         per, words = unit(bits)
-        (start, stop), wanted = region[axis], list(region)
+        (start, stop), needed = region[axis], list(region)
         first, last = start // words, -(-stop // words)  # whole units of codes
-        wanted[axis] = (first * per, last * per)
-        packed = pack_along(self._plane(keep, field, tuple(wanted)), bits, axis)
+        needed[axis] = (first * per, last * per)
+        packed = pack_along(self._plane(keep, field, tuple(needed)), bits, axis)
         inner = [slice(None)] * packed.ndim
         inner[axis] = slice(start - first * words, stop - first * words)
         return np.ascontiguousarray(packed[tuple(inner)])

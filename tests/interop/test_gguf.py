@@ -232,16 +232,16 @@ def _tokenizer(folder, vocab=320):
 
 
 def test_a_byte_level_tokenizer_comes_back(tmp_path):
-    text, said = "def  f(x): it's 12345 é <|im_start|>\n\n end", []
+    text, warnings = "def  f(x): it's 12345 é <|im_start|>\n\n end", []
     made = _tokenizer(tmp_path)
-    metadata = tokenizer_metadata(HFTokenizer(str(tmp_path), eos="<|endoftext|>"), 330, said.append)
+    metadata = tokenizer_metadata(HFTokenizer(str(tmp_path), eos="<|endoftext|>"), 330, warnings.append)
     assert metadata["tokenizer.ggml.pre"] == "qwen2" and len(metadata["tokenizer.ggml.tokens"]) == 330
-    files = tokenizer_files(metadata, said.append)
+    files = tokenizer_files(metadata, warnings.append)
     back = Tokenizer.from_str(json.dumps(files["tokenizer.json"]))
     assert back.encode(text).ids == made.encode(text).ids and back.decode(back.encode(text).ids) == made.decode(
         made.encode(text).ids
     )
-    assert files["tokenizer_config.json"]["eos_token"] == "<|endoftext|>" and not said
+    assert files["tokenizer_config.json"]["eos_token"] == "<|endoftext|>" and not warnings
 
 
 def test_a_file_brings_its_tokenizer_to_the_run(tmp_path):

@@ -241,7 +241,7 @@ def test_kept_weights_are_those_values_and_their_codes_are_few(tmp_path, name):
     for a, b in zip(jax.tree.leaves(run.params()), jax.tree.leaves(wide.params()), strict=True):
         np.testing.assert_array_equal(np.float32(a), np.float32(b))
     assert js.load(str(tmp_path / "run")).config.stored == run.config.stored
-    out = SafeTensors(export_checkpoint(run, tmp_path / "out", kept=True))
+    out = SafeTensors(export_checkpoint(run, tmp_path / "out", as_imported=True))
     assert json.loads((out.folder / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
     assert set(out) == set(made)
     for key, tensor in made.items():
@@ -266,16 +266,16 @@ def test_latent_attention_and_experts_are_kept(tmp_path):
         made |= {name.removesuffix(".weight") + end: part for end, part in parts.items()}
     config = json.loads((plain.folder / "config.json").read_text())
     folder = _write(tmp_path / "theirs", made, _fp8(block), **config)
-    kept, wide = (import_checkpoint(folder, tmp_path / str(widen), widen=widen) for widen in (False, True))
-    assert len(kept.info["kept"]) > 10
-    for a, b in zip(jax.tree.leaves(kept.params()), jax.tree.leaves(wide.params()), strict=True):
+    stored, wide = (import_checkpoint(folder, tmp_path / str(widen), widen=widen) for widen in (False, True))
+    assert len(stored.info["kept"]) > 10
+    for a, b in zip(jax.tree.leaves(stored.params()), jax.tree.leaves(wide.params()), strict=True):
         np.testing.assert_array_equal(a, b)
-    back = SafeTensors(export_checkpoint(kept, tmp_path / "out", kept=True))
+    back = SafeTensors(export_checkpoint(stored, tmp_path / "out", as_imported=True))
     for key, tensor in made.items():
         with back.reading(key) as theirs:
             assert theirs.tobytes() == tensor.tobytes(), key
     greedy = dict(temperature=0, max_tokens=5, ignore_end=True)
-    assert kept.generate(np.array([1, 2, 3]), **greedy).ids == wide.generate(np.array([1, 2, 3]), **greedy).ids
+    assert stored.generate(np.array([1, 2, 3]), **greedy).ids == wide.generate(np.array([1, 2, 3]), **greedy).ids
 
 
 @pytest.mark.long
@@ -285,8 +285,8 @@ def test_nf4_is_kept_but_not_written_again(tmp_path):
     run, wide = (import_checkpoint(folder, tmp_path / str(w), widen=w) for w in (False, True))
     for a, b in zip(jax.tree.leaves(run.params()), jax.tree.leaves(wide.params()), strict=True):
         np.testing.assert_array_equal(a, b)
-    with pytest.raises(CheckpointError, match="bitsandbytes cannot be written as they were; leave out --kept"):
-        export_checkpoint(run, tmp_path / "out", kept=True)
+    with pytest.raises(CheckpointError, match="bitsandbytes cannot be written as they were; leave out --as-imported"):
+        export_checkpoint(run, tmp_path / "out", as_imported=True)
     assert not (tmp_path / "out").exists()
     export_checkpoint(run, tmp_path / "out")
 
@@ -315,8 +315,8 @@ def test_what_cannot_be_kept_is_refused_and_can_be_widened(tmp_path):
         ]
     ):
         (tmp_path / str(i)).mkdir()
-        said = _refused(tmp_path / str(i), made, config)
-        assert message in said and "--widen imports the values" in said
+        message_printed = _refused(tmp_path / str(i), made, config)
+        assert message in message_printed and "--widen imports the values" in message_printed
     made, _ = _model(lambda w: packed.fp8(w, (16, 16)))
     made["model.layers.1.mlp.up_proj.weight"] = tensors()["model.layers.1.mlp.up_proj.weight"]
     del made["model.layers.1.mlp.up_proj.weight_scale_inv"]
@@ -327,22 +327,25 @@ def test_what_cannot_be_kept_is_refused_and_can_be_widened(tmp_path):
 
 def test_only_what_was_kept_is_written_as_it_was(tmp_path):
     run = import_checkpoint(_write(tmp_path / "theirs", *_fp8_model()), tmp_path / "run", widen=True)
-    with pytest.raises(CheckpointError, match="has no quantised weights that an import kept; leave out --kept"):
-        export_checkpoint(run, tmp_path / "out", kept=True)
+    with pytest.raises(CheckpointError, match="has no quantised weights that an import kept; leave out --as-imported"):
+        export_checkpoint(run, tmp_path / "out", as_imported=True)
     assert not (tmp_path / "out").exists()
 
 
 def test_commands_write_kept_weights_and_gguf_files(tmp_path, capsys):
     folder, run = _write(tmp_path / "theirs", *_fp8_model()), str(tmp_path / "run")
     assert main(["import", str(folder), run]) == 0
-    assert main(["export", run, str(tmp_path / "out"), "--kept"]) == 0
+    assert main(["export", run, str(tmp_path / "out"), "--as-imported"]) == 0
     assert (tmp_path / "out" / "config.json").read_text() == json.dumps(
         json.loads((folder / "config.json").read_text()), indent=2
     ) + "\n"
     assert main(["export", run, str(tmp_path / "out.gguf"), "--type", "f16"]) == 0
     assert main(["import", str(tmp_path / "out.gguf"), str(tmp_path / "again")]) == 0
-    assert main(["export", run, str(tmp_path / "other.gguf"), "--kept"]) == 2
-    assert "--kept is for Hugging Face folders; leave it out, or use --type for a GGUF file" in capsys.readouterr().err
+    assert main(["export", run, str(tmp_path / "other.gguf"), "--as-imported"]) == 2
+    assert (
+        "--as-imported is for Hugging Face folders; leave it out, or use --type for a GGUF file"
+        in capsys.readouterr().err
+    )
     assert main(["export", run, str(tmp_path / "other"), "--type", "f16"]) == 2
     assert "--type f16 is for GGUF files; name one, such as" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()

@@ -304,11 +304,11 @@ def architecture_of(file: GGUFFile) -> Architecture:
     """
     name = file.metadata.get("general.architecture")
     experts = bool(file.metadata.get(f"{name}.expert_count"))
-    found = next((a for a in ARCHITECTURES if a.name == name and a.experts == experts), None)
-    if found is None:
+    match = next((a for a in ARCHITECTURES if a.name == name and a.experts == experts), None)
+    if match is None:
         known = {a.name for a in ARCHITECTURES}
         more = " with experts" if experts and name in known else ""
         raise CheckpointError(
             f"{file.path} has the architecture {short(name)}{more}{near(str(name), known)}; use its Hugging Face folder"
         )
-    return found
+    return match

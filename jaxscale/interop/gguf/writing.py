@@ -66,21 +66,21 @@ def check_gguf(family: Family, model: TransformerConfig, length: int, type_name:
         raise CheckpointError(f"cannot write GGUF tensors of type '{type_name}'{near(type_name, WRITTEN)}")
     config = family.json(model, length)
     positions = model.positions
-    found = next((a for a in ARCHITECTURES if a.family == family.model_type), None)
-    if found is None or not isinstance(positions, Rotary):
+    match = next((a for a in ARCHITECTURES if a.family == family.model_type), None)
+    if match is None or not isinstance(positions, Rotary):
         known = ", ".join(a.family for a in ARCHITECTURES)
         raise CheckpointError(
             f"GGUF files of the family '{family.model_type}' cannot be written; supported are {known}"
         )
-    metadata = found.metadata(_named(found, config), positions)
+    metadata = match.metadata(_named(match, config), positions)
     constants = {}
     if isinstance(positions.scaling, Llama3Scaling):
         constants[ROPE_FREQS] = rope_divisors(positions.scaling, positions.theta, config["head_dim"])
     sources: dict[str, list[Parts]] = {}
     for name, parts in their_tensors(family.bind(dataclasses.replace(model, param_dtype="float32"))).items():
-        theirs = found.theirs(name)
+        theirs = match.theirs(name)
         if theirs is None:
-            raise CheckpointError(f"the architecture '{found.name}' of GGUF has no tensor for {name}")
+            raise CheckpointError(f"the architecture '{match.name}' of GGUF has no tensor for {name}")
         sources.setdefault(theirs[0], []).append(parts)  # experts come in order
     tensors = {name: (BY_NAME["F32"], value.shape) for name, value in constants.items()}
     for name, several in sources.items():
@@ -93,12 +93,12 @@ def check_gguf(family: Family, model: TransformerConfig, length: int, type_name:
                 f"{name} has rows of {shape[-1]}, which blocks of {kind.values} ({type_name}) do not divide; use f16"
             )
         tensors[name] = kind, shape
-    again = family.model(Fields(found.config(_Planned(metadata, tensors, constants)), "the GGUF file"))
+    again = family.model(Fields(match.config(_Planned(metadata, tensors, constants)), "the GGUF file"))
     lost = unlike(model, again)
     if lost:
-        raise CheckpointError(f"the architecture '{found.name}' of GGUF cannot express {', '.join(lost[:6])}")
+        raise CheckpointError(f"the architecture '{match.name}' of GGUF cannot express {', '.join(lost[:6])}")
     about = {"general.file_type": _FILE_TYPES[type_name.upper()], "general.quantization_version": 2}
-    return Plan(found, config, {**metadata, **about}, tensors, sources, constants)
+    return Plan(match, config, {**metadata, **about}, tensors, sources, constants)
 
 
 def write_gguf(plan: Plan, read: Callable[[str, Region], np.ndarray], out: Path, more: Mapping[str, Any]) -> None:

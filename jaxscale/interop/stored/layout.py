@@ -150,7 +150,7 @@ class QuantisedLayout(ABC):
         Raises:
           CheckpointError: weights in this layout are kept, but not written again.
         """
-        raise CheckpointError(f"weights of {self.methods[0]} cannot be written as they were; leave out --kept")
+        raise CheckpointError(f"weights of {self.methods[0]} cannot be written as they were; leave out --as-imported")
 
 
 class Decoded(Tensors):

@@ -192,7 +192,8 @@ def _meanings(obj: Callable[..., object]) -> dict[str, str]:
     texts: dict[str, str] = {}
     for cls in reversed(obj.__mro__):
         for doc in (vars(cls).get("__doc__"), getattr(vars(cls).get("__init__"), "__doc__", None)):
-            texts |= parse(doc).arguments if isinstance(doc, str) and cls is not object else {}
+            own = parse(doc).arguments if isinstance(doc, str) and cls is not object else {}
+            texts |= {name: text for name, text in own.items() if name not in texts or not text.startswith("see `")}
     return texts
 
 

@@ -114,7 +114,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
                     "--length"
                 )
             gap = texts.nats / texts.tokens - other.nats / other.tokens
-            print(f"{args.against}: perplexity per token {other.per_token:.4f}; {gap:+.4f} nats per token to it")
+            print(f"{args.against}: perplexity per token {other.per_token:.4f}; {gap:+.4f} nats per token beside it")
             results |= {"against": args.against, "against_nats": other.nats, "gap_nats_per_token": gap}
         if weights is not None:
             before = perplexity(trained, args.files or None, stride=args.stride, **options | dict(weights=None))

@@ -71,5 +71,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     imported = import_checkpoint(args.source, args.out, **options)
     model: Any = imported.config.model
     size = f"{model.param_count():,} parameters in {model.param_dtype}"
+    if imported.config.stored is not None:
+        size += f" (matrices stored as {imported.config.stored.describe()})"
     print(f"{imported.path}: {imported.info['family']}, {size}; {continuing(imported)}")
     return 0

@@ -142,6 +142,7 @@ def weights_of(args: argparse.Namespace, bindings: list[str]) -> WeightFormat | 
         no_bindings(args, bindings)
         return None
     from jaxscale import config as gin_config
+    from jaxscale.config_types import parameters
     from jaxscale.nn import WeightFormat
     from jaxscale.nn.formats import PRESETS
 
@@ -157,7 +158,9 @@ def weights_of(args: argparse.Namespace, bindings: list[str]) -> WeightFormat | 
         weights = cast("WeightFormat", gin_config.call(args.weights))
         unread = gin_config.unused()
     if unread:
-        raise ConfigError(f"--gin.{unread[0]} is not part of --weights {args.weights}; leave it out")
+        own = [f"--gin.{args.weights}.{field}" for field in parameters(registered[args.weights])]
+        takes = f", which takes {', '.join(own)}" if own else ""
+        raise ConfigError(f"--gin.{unread[0]} is not part of --weights {args.weights}{takes}; leave it out")
     return weights
 
 

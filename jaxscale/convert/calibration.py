@@ -121,7 +121,9 @@ def batches_of(config: TrainConfig, data: Corpus | None, rows: int, batch: int, 
       DataError: the corpus has fewer rows, or no token ids; or the tokens are fewer than a matrix has inputs.
       ConfigError: `batch` does not divide `rows`.
     """
-    if rows < 1 or batch < 1 or rows % batch:
+    if rows < 1 or batch < 1:
+        raise ConfigError(f"{rows} calibration rows in batches of {batch}: both must be whole numbers above 0")
+    if rows % batch:
         raise ConfigError(f"{rows} calibration rows are not whole batches of {batch} rows; use a multiple of {batch}")
     corpus = config.data if data is None else data
     source = corpus.source(config.tokenizer, seq_len=config.seq_len, split="train", packing=config.packing)

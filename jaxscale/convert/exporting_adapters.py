@@ -76,7 +76,10 @@ def export_adapters(
     if lora.base_dtype not in (None, model.param_dtype):
         say(f"the adapters were trained with a base model rounded to {lora.base_dtype}; load it in that dtype")
     if lora.base is not None:
-        say(f"the adapters were trained with a base model quantised by {type(lora.base).__name__}")
+        say(
+            f"the adapters were trained beside matrices stored as {lora.base.describe()}; load the base model so too, "
+            "or expect a small difference"
+        )
     revision = None
     if base is None:
         base, revision = _base(run.config.start, say)

@@ -93,10 +93,11 @@ def quantize(
     if jax.process_count() > 1:
         raise RunError("only one process can quantise; run it on one host, into a folder that all hosts share")
     path, step = Path(out), run.last_step() if step is None else step
-    if path.exists() and not (path.is_dir() and is_new(path)) and not _unfinished(path):
+    occupied = path.exists() and not (path.is_dir() and is_new(path))
+    if occupied and not _unfinished(path):
         raise RunError(f"{out} already exists; name another folder")
     infos = describe_model(run.config.model)[1]
-    recipe.format.infos(infos)  # raises if the format does not fit
+    recipe.infos(infos)  # raises if the format does not fit
     batches = []
     if recipe.reads_inputs:
         observable(run.config.model)
@@ -105,12 +106,19 @@ def quantize(
     made = {"run": str(run.path.absolute()), "id": run.info.get("id"), "step": step, "recipe": repr(recipe)}
     written = run.checkpoints.manifest(step).get("time")
     mark = json.dumps([made, written, rows, batch, repr(data), str(layout), _digest(batches)])
-    if recipe.reads_inputs and "runs" in infos:
-        with_costs = functools.partial(_costs, run.config, recipe, infos, source, prefix, batches, layout, say)
-        recipe = recipe.settled(with_costs)
-    stored = recipe.format.infos(infos)
-    work = _Work(path.parent / f".{path.name}.quantizing", mark, say)
-    with lock(work.path):
+    made["digest"] = hashlib.sha256(mark.encode()).hexdigest()[:16]
+    if occupied and (Run(path).info.get("quantized") or {}).get("digest") != made["digest"]:
+        raise RunError(
+            f"{out} holds an unfinished run that was not quantised with this recipe, run and data; remove it, or name "
+            "another folder"
+        )
+    work = _Work(path.parent / f".{path.name}.quantizing")
+    with _alone(work.path, out):
+        work.begin(mark, say)
+        if recipe.reads_inputs and "runs" in infos:
+            with_costs = functools.partial(_costs, run.config, recipe, infos, source, prefix, batches, layout, say)
+            recipe = recipe.settled(with_costs)
+        stored = recipe.format.infos(infos)
         if "runs" in infos:
             _quantize_layers(run.config, recipe, work, Layers(infos, source, layout, prefix), batches, layout, say)
         config = _settings(run, path, recipe, layout)
@@ -120,6 +128,17 @@ def quantize(
         done = write_run(path, config, arrays, hf=hf, facts=facts, mark=mark, status="quantized", say=say)
     work.remove()
     return done
+
+
+@contextlib.contextmanager
+def _alone(folder: Path, out: str | Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        held = lock(folder)
+    except RunError:
+        raise RunError(f"{out} is being written by another process; wait for it, or name another folder") from None
+    with held:
+        yield
 
 
 def _unfinished(path: Path) -> bool:
@@ -352,17 +371,26 @@ class _Work:
 
     Args:
       path: the folder.
-      mark: identifies recipe, run and data; a folder with another mark is emptied.
-      say: prints a line.
     """
 
-    def __init__(self, path: Path, mark: str, say: Callable[[str], None]):
+    def __init__(self, path: Path):
         self.path = path
-        about = path / "mark.json"
-        if path.exists() and (not about.is_file() or about.read_text() != mark):
-            say(f"{path} is of another recipe, run or data; its layers are quantised again")
-            shutil.rmtree(path)
-        path.mkdir(parents=True, exist_ok=True)
+
+    def begin(self, mark: str, say: Callable[[str], None]) -> None:
+        """Remove the layers of another mark; to be called by the holder of the folder's lock.
+
+        Args:
+          mark: identifies recipe, run and data.
+          say: prints a line.
+        """
+        about = self.path / "mark.json"
+        if about.is_file() and about.read_text() == mark:
+            return
+        layers = [x for x in self.path.iterdir() if x.is_dir()]
+        if layers:
+            say(f"{self.path} is of another recipe, run or data; its layers are quantised again")
+        for folder in layers:
+            shutil.rmtree(folder)
         about.write_text(mark)
 
     def has(self, run: int, repeat: int) -> bool:

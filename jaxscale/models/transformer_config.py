@@ -349,7 +349,9 @@ class TransformerConfig:
             counts = [len(group) * repeats for group, repeats in self.runs]
             ways = ["scanned" if self.stack.scans(self.scan, n, memory) else "unrolled" for n in counts]
         layers = ", ".join(f"{n} {way}" for n, way in zip(counts, ways, strict=True))
-        return f"layers: {layers} (Transformer.scan = {self.scan!r})"
+        rules = self.products if isinstance(self.products, tuple) else () if self.products is None else (self.products,)
+        products = f"; products: {', '.join(map(repr, rules))}" if rules else ""
+        return f"layers: {layers} (Transformer.scan = {self.scan!r}){products}"
 
     @property
     def causal(self) -> bool:

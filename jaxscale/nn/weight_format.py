@@ -34,6 +34,10 @@ class WeightFormat(abc.ABC):
           contracted: the dimensions that a product sums over, counted from the last as -1.
         """
 
+    def describe(self) -> str:
+        """Return the format in a few words, for a line to the user."""
+        return repr(self)
+
     def flaws(self, kernel: Float[Array, "..."], weight: Weight | Array) -> Bool[Array, " 2"]:
         """Return whether a matrix has numbers that are not finite, and whether its converted weight has.
 

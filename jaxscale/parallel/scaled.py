@@ -162,7 +162,7 @@ class Scaled(Numbers):
         a, dims, largest_code = a.astype(jnp.float32), sorted(dims), LARGEST[name]
         if self.block is None:
             over = [d for d in range(a.ndim) if d not in batch] if self.shared else dims
-            largest = jnp.max(jnp.abs(a), axis=tuple(over), keepdims=True)
+            largest = jnp.max(magnitudes(a), axis=tuple(over), keepdims=True)
             if axes := tuple(dict.fromkeys(m for d in over for m in (cut[d] if cut else ()))):
                 largest = lax.pmax(largest, axes)
         else:
@@ -173,10 +173,10 @@ class Scaled(Numbers):
                     f"blocks of {self.block} do not divide the {n} terms of a sum that a device has; use blocks of "
                     f"{fit}, or leave this product in the model's dtype"
                 )
-            blocks = jnp.abs(a).reshape(*a.shape[:at], n // self.block, self.block, *a.shape[at + 1 :])
+            blocks = magnitudes(a).reshape(*a.shape[:at], n // self.block, self.block, *a.shape[at + 1 :])
             largest = jnp.max(blocks, axis=at + 1)
         scale = largest / largest_code
-        scale = jnp.where(scale == 0, 1.0, scale)
+        scale = jnp.where(scale == 0, 1.0, scale)  # infinite if a number of the group is not finite
         stored = exponents(scale) if self.powers else scale
         scale = powers_of_two(stored) if self.powers else scale
         for d, (n, m) in enumerate(zip(a.shape, scale.shape, strict=True)):
@@ -206,6 +206,17 @@ def _split(
     ordered = tuple(by_dim[d] for d in summed if d in by_dim)
     coded = Coded(reshape(a.codes), reshape(a.scale))
     return coded, tuple(place[d] for d in summed), tuple(place[d] for d in batch), ordered
+
+
+def magnitudes(a: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return magnitudes, infinite in place of NaN, so that a scale tells that a number is not finite.
+
+    A product with an infinite scale is NaN or infinite. XLA's maximum on CPUs can leave NaN out.
+
+    Args:
+      a: any numbers.
+    """
+    return jnp.where(jnp.isnan(a), jnp.inf, jnp.abs(a))
 
 
 def exponents(scale: Float[Array, "..."]) -> Int[Array, "..."]:

@@ -242,7 +242,9 @@ class LowRank:
             names["/".join(parts)] = names.get("/".join(parts), 0) + layers
         sizes = [sum(i.size for i in jax.tree.leaves(t)) for t in (self.adapters, self.infos)]
         where = ", ".join(f"{name} ({n})" for name, n in names.items())
-        return f"LoRA of rank {self.lora.rank} on {where}: {sizes[0]:,} parameters are trained, {sizes[1]:,} frozen"
+        stored = "" if self.lora.base is None else f", their matrices stored as {self.lora.base.describe()}"
+        trained = f"{sizes[0]:,} parameters are trained, {sizes[1]:,} frozen{stored}"
+        return f"LoRA of rank {self.lora.rank} on {where}: {trained}"
 
 
 _STREAM = 0x10AA

@@ -20,7 +20,7 @@ from jaxscale.convert.merge import merge
 from jaxscale.convert.quantize import quantize
 from jaxscale.convert.recipes import AWQ, GPTQ, HQQ, AllocatedBits, EoRA, RoundToNearest, SmoothQuant
 from jaxscale.convert.recipes.base import shared
-from jaxscale.errors import ConfigError, DataError
+from jaxscale.errors import ConfigError, DataError, RunError
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import GeGLU, LayerNorm, MixtureOfExperts, as_weight
 from jaxscale.nn.formats import FORMATS, Stored
@@ -29,6 +29,8 @@ from jaxscale.step import LoRA
 from jaxscale.step.state import describe_model
 from jaxscale.step.stored import is_weight
 from jaxscale.train import FromRun
+from jaxscale.train.files import write_json
+from jaxscale.train.folders import lock
 from tests.truth.errors import raises_saying
 
 MODEL = TransformerConfig(depth=2, vocab=256, width=16, heads=4, kv_heads=2, hidden=32)
@@ -221,7 +223,19 @@ def test_what_cannot_be_quantised_is_one_sentence(base, tmp_path):
         quantize(base, tmp_path / "a", GPTQ(4, 8), **OPTIONS | dict(rows=1, batch=1))
     with raises_saying(ConfigError, "whole batches"):
         quantize(base, tmp_path / "a", GPTQ(4, 8), **OPTIONS | dict(rows=12))
-    with raises_saying(ConfigError, "Stored.group = 128", "the nearest that does is 16"):
+    with raises_saying(ConfigError, "batches of -8"):
+        quantize(base, tmp_path / "a", GPTQ(4, 8), **OPTIONS | dict(rows=8, batch=-8))
+    with raises_saying(ConfigError, "GPTQ.damping = inf"):
+        GPTQ(damping=float("inf"))
+    (tmp_path / ".a.quantizing").mkdir()
+    with lock(tmp_path / ".a.quantizing"), raises_saying(RunError, "is being written by another process"):
+        quantize(base, tmp_path / "a", RoundToNearest(4, 8))
+    (tmp_path / "b").mkdir()
+    write_json(tmp_path / "b" / "run.json", {"status": "importing", "source": "a checkpoint"})
+    with raises_saying(RunError, "an unfinished run that was not quantised with this recipe"):
+        quantize(base, tmp_path / "b", RoundToNearest(4, 8))
+    assert not (tmp_path / ".b.quantizing").exists()
+    with raises_saying(ConfigError, "GPTQ.group = 128", "the nearest that does is 16"):
         quantize(base, tmp_path / "a", GPTQ(4), **OPTIONS)
     with raises_saying(ConfigError, "there is no recipe 'GTPQ'", "GPTQ"):
         recipe_of("@GTPQ(bits=4)", [])

@@ -265,6 +265,9 @@ def info(*shape, axes=("embed", "mlp"), contracted=(-2,)):
 def test_what_does_not_divide_is_refused_with_what_does():
     with raises_saying(ConfigError, "Stored.group = 48", "64 inputs of mlp/up/kernel", "nearest that does is 32"):
         Stored(group=48).infos(info(64, 32))
+    with raises_saying(ConfigError, "int4.group = 128", "nearest that does is 64"):
+        FORMATS["int4"][0].infos(info(64, 32))
+    assert FORMATS["int4"][0].describe() == "int4, one scale for 128 inputs"
     assert Stored(group=32).infos(info(64, 32)).scale.shape == (2, 32)
     heads = info(4, 16, 8, axes=("heads", "head_dim", "embed"), contracted=(-3, -2))
     assert Stored(group=32).infos(heads).scale.shape == (2, 1, 8)  # two heads share a scale

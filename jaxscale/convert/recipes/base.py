@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, UInt8
 
 from jaxscale.errors import ConfigError
 from jaxscale.layout import TensorInfo
+from jaxscale.layout.tensors import Tree
 from jaxscale.nn.formats import Stored, StoredWeight, numbers_of
 from jaxscale.nn.formats.blocks import spread
 
@@ -80,6 +81,22 @@ class Recipe(abc.ABC):
     def format(self) -> Stored:
         """The format of the rounded matrices."""
         return self.weights or Stored(f"uint{self.bits}", group=self.group, zeros=True)
+
+    def infos(self, infos: Tree) -> Tree:
+        """Describe a model in the recipe's format.
+
+        Args:
+          infos: the model's tree of `TensorInfo`.
+
+        Raises:
+          ConfigError: a matrix that the format does not fit; the message names the setting of the recipe.
+        """
+        try:
+            return self.format.infos(infos)
+        except ConfigError as e:
+            recipe = getattr(self, "recipe", self)  # of which this one repairs the error
+            own = f"{type(recipe).__name__}.group" if recipe.weights is None else "Stored.group"
+            raise ConfigError(str(e).replace("Stored.group", own)) from None
 
     def settled(self, costs: Callable[[], Mapping[str, Cost]]) -> Recipe:
         """Return the recipe with everything decided that depends on all matrices together.

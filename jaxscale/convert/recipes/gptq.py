@@ -50,8 +50,8 @@ class GPTQ(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.damping > 0:
-            raise ConfigError(f"GPTQ.damping = {self.damping}: must be above 0")
+        if not 0 < self.damping < float("inf"):
+            raise ConfigError(f"GPTQ.damping = {self.damping}: must be above 0 and finite, such as 0.01")
         _ = Grid(self.format)
 
     def quantize(

@@ -41,6 +41,10 @@ class ByName(WeightFormat):
         """See `WeightFormat`."""
         return next((f for f, group in zip(self.formats, self.paths, strict=True) if info.path in group), self)
 
+    def describe(self) -> str:
+        """See `WeightFormat`."""
+        return "; ".join(f.describe() for f in self.formats)
+
     def covers(self, info: TensorInfo) -> bool:
         """See `WeightFormat`; a parameter that no path names is not."""
         own = self.of(info)

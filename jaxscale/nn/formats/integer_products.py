@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int8
 
+from jaxscale.parallel.scaled import magnitudes
+
 
 def integer_product(
     x: Float[Array, "..."],
@@ -42,7 +44,7 @@ def integer_product(
     left = x.astype(jnp.float32).reshape(*tokens, *cut)
     at = tuple(len(tokens) + d for d in entries)
     top = 2.0 ** (bits - 1) - 1
-    own = jnp.max(jnp.abs(left), at, keepdims=True) / top
+    own = jnp.max(magnitudes(left), at, keepdims=True) / top
     own = jnp.where(own > 0, own, 1.0)
     whole = jnp.round(left / own).astype(jnp.int8)
     batch = tuple(len(tokens) + d for d in groups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 ROUNDS = 20
@@ -28,7 +29,7 @@ def codebook(x: Float[Array, "..."], lead: int, bits: int) -> Float[Array, "... 
         values = jnp.sort(values)
         sums = jnp.concatenate([jnp.zeros(1), jnp.cumsum(values)])
         n = 2**bits
-        first = values[((2 * jnp.arange(n) + 1) * values.size) // (2 * n)]
+        first = values[np.array([(2 * i + 1) * values.size // (2 * n) for i in range(n)])]  # beyond int32 in between
 
         def move(_: int, centres: Array) -> Array:
             ends = jnp.searchsorted(values, (centres[1:] + centres[:-1]) / 2)

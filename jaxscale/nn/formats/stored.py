@@ -120,7 +120,7 @@ class Stored(WeightFormat):
                 assert size is not None
                 what = f"the {math.prod(sizes)} {'inputs' if name == 'group' else 'outputs'}"
                 raise ConfigError(
-                    f"Stored.{name} = {size} does not divide {what} of {info.path}; the nearest that does is "
+                    f"{self._called}.{name} = {size} does not divide {what} of {info.path}; the nearest that does is "
                     f"{nearest_block(sizes, size)}"
                 )
         if self.axis(info.shape, info.contracted) is None:
@@ -131,6 +131,19 @@ class Stored(WeightFormat):
                 f"{info.path} {info.shape} divides into; the nearest width that does is {wider} bits"
             )
         return True
+
+    def describe(self) -> str:
+        """See `WeightFormat`: the name of the format, or of its numbers, and the group."""
+        name = self.numbers if self._called == "Stored" else self._called
+        return f"{name}, one scale for {f'{self.group} inputs' if self.group else 'all inputs of an output'}"
+
+    @property
+    def _called(self) -> str:
+        """The name by which a config has this format, whatever its group."""
+        from jaxscale.nn.formats.presets import FORMATS  # late, because that module imports this one
+
+        alike = (name for name, (made, _) in FORMATS.items() if dataclasses.replace(made, group=self.group) == self)
+        return next(alike, "Stored")
 
     @property
     def _width(self) -> int:

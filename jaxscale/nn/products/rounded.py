@@ -103,7 +103,7 @@ class Nearest(Numbers):
         if axes := _cut_along(over, cut):
             largest = lax.pmax(largest, axes)
         scale = jnp.where(largest > 0, largest / kind.largest, 1.0)
-        return (kind.decode(kind.encode(x / scale)) * scale).astype(self.dtype)
+        return jnp.where(jnp.isfinite(x), kind.decode(kind.encode(x / scale)) * scale, jnp.nan).astype(self.dtype)
 
     def right(self, a: Float[Array, "..."], dims: Sequence[int], batch: Sequence[int] = (), cut: Cut = ()) -> Operand:
         """See `Numbers`.
@@ -122,7 +122,7 @@ class Nearest(Numbers):
         rounded = as_weight(self.weights.encode(whole, contracted)).dense(self.dtype)
         for d in across:
             rounded = lax.dynamic_slice_in_dim(rounded, lax.axis_index(cut[d]) * a.shape[d], a.shape[d], d)
-        return rounded
+        return jnp.where(jnp.isfinite(a), rounded, jnp.nan)  # formats have no code for what is not finite
 
     def dot(
         self, left: Operand, right: Operand, dims: Dims, out_dtype: DTypeLike, parts: Sequence[int] = ()

@@ -19,8 +19,10 @@ def add(commands: Any) -> None:
         "joins later gets\nthe others' parameters. It ends when all runs have finished. Without the environment "
         "variable\nJAXSCALE_PEERS_TOKEN, a secret that all share, it serves this machine alone.",
         epilog="  jaxscale peers --port 29400 --least 2\n"
-        "  jaxscale train experiments/demo.gin --peers 127.0.0.1:29400 --run runs/one\n"
-        "  jaxscale train experiments/demo.gin --peers 127.0.0.1:29400 --run runs/two",
+        "  jaxscale train experiments/demo.gin --devices 8 --gin.PeerDiLoCo.every=20 \\\n"
+        "    --peers 127.0.0.1:29400 --run runs/one\n"
+        "  jaxscale train experiments/demo.gin --devices 8 --gin.PeerDiLoCo.every=20 \\\n"
+        "    --peers 127.0.0.1:29400 --run runs/two",
         formatter_class=TEXT,
     )
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen at (default: 127.0.0.1)")

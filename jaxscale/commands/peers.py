@@ -16,8 +16,8 @@ def add(commands: Any) -> None:
         help="coordinate runs that train apart and may join and leave",
         description="Waits for runs of jaxscale train --peers, and coordinates when they exchange outer gradients "
         "(@PeerDiLoCo()).\nIt holds no parameters and needs no accelerator. A run that is lost is left out; one that "
-        "joins later gets\nthe others' parameters. It ends when all runs have finished. Without the environment "
-        "variable\nJAXSCALE_PEERS_TOKEN, a secret that all share, it serves this machine alone.",
+        "joins later gets\nthe others' parameters. It ends when no run is left and one has finished. Without the "
+        "environment variable\nJAXSCALE_PEERS_TOKEN, a secret that all share, it serves this machine alone.",
         epilog="  jaxscale peers --port 29400 --least 2\n"
         "  jaxscale train experiments/demo.gin --devices 8 --gin.PeerDiLoCo.every=20 \\\n"
         "    --peers 127.0.0.1:29400 --run runs/one\n"
@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
-    """Serve until all runs have finished; returns the exit code 0."""
+    """Serve until no run is left and one has finished; returns the exit code 0."""
     from jaxscale.peers import Coordinator, token_for
 
     no_bindings(args, bindings)
@@ -57,5 +57,9 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     host, port = coordinator.address
     say(f"waiting for {args.least} runs of jaxscale train CONFIG --peers {host}:{port}")
     coordinator.serve()
-    say(f"all runs have finished, after {coordinator.round} rounds")
+    if coordinator.unfinished:
+        lost = ", ".join(sorted(coordinator.unfinished))
+        say(f"no run is left after {coordinator.round} rounds; lost or refused before its last step: {lost}")
+    else:
+        say(f"all runs have finished, after {coordinator.round} rounds")
     return 0

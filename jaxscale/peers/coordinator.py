@@ -15,13 +15,17 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from jaxscale.peers.messages import TEXT_LIMIT, Channel, Message, PeerLost, listen
+from jaxscale.peers.messages import TEXT_LIMIT, TOKEN, Channel, Message, OtherToken, PeerLost, listen
 
 ATTEMPTS = 3
 """A member that others cannot reach is removed after this many failed attempts at one mean."""
 
+MOST = 512
+"""The most members: the list of their addresses fits into one message."""
+
 _KEYS = 64
 _TEXT = 4096
+_ROUNDS = 1 << 53
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,6 +76,7 @@ class Coordinator:
     Attributes:
       address: host and port.
       round: exchanges that counted so far.
+      unfinished: names of members that were lost or refused and are not back.
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class Coordinator:
         self._listener = listen(host, port)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self.round = 0
+        self.unfinished: set[str] = set()
         self._token, self._least, self._silence, self._patience, self._say = token, least, silence, patience, say
         self._lock = threading.RLock()
         self._members: list[_Peer] = []
@@ -101,20 +107,20 @@ class Coordinator:
         self._finished = self._done = False
 
     def serve(self, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Serve until all members have finished.
+        """Serve until no member is left and at least one has finished.
 
         Args:
           stop: polled; once it is true, serving ends.
 
         Returns:
-          whether all members have finished.
+          whether that is so; members that were lost before it are in `unfinished`.
         """
         self._listener.settimeout(0.2)
         try:
             while not self._done and not stop():
                 with contextlib.suppress(TimeoutError):
-                    sock, _ = self._listener.accept()
-                    threading.Thread(target=self._talk, args=(sock,), daemon=True).start()
+                    sock, address = self._listener.accept()
+                    threading.Thread(target=self._talk, args=(sock, address[0]), daemon=True).start()
                 self._hurry()
         finally:
             self.close()
@@ -132,52 +138,51 @@ class Coordinator:
         with self._lock:
             return sorted(p.number for p in self._members if p.number is not None)
 
-    def _talk(self, sock: socket.socket) -> None:
+    def _talk(self, sock: socket.socket, host: str) -> None:
         """Read what one peer sends until it is gone."""
         peer: _Peer | None = None
-        why = "it closed the connection"
+        why = "it sent a message that cannot be read"
         try:
             channel = Channel(sock, self._token, accepted=True, silence=self._silence)
             try:
                 while True:
                     message, _ = channel.receive()
                     if peer is None and message["type"] == "hello":
-                        peer = self._welcome(channel, message)
+                        peer = _peer_of(channel, host, message)
+                        self._welcome(peer, message)
                     elif message["type"] != "alive":
                         self._hear(peer, message)
                     elif peer is None or not peer.refused:
                         channel.send("alive")
             finally:
                 channel.close()
+        except OtherToken:
+            self._say(f"a connection from {host} had another token; set {TOKEN} to the same text for all")
         except PeerLost as e:
             why = str(e)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            why = "it sent a message that cannot be read"
-        if peer is not None:
-            self._lose(peer, why)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+            pass
+        finally:  # whatever happened: the others must not wait for it
+            if peer is not None:
+                self._lose(peer, why)
 
-    def _welcome(self, channel: Channel, hello: Message) -> _Peer:
-        settings = {str(k): str(v)[:_TEXT] for k, v in list(hello["settings"].items())[:_KEYS]}
-        peer = _Peer(
-            channel,
-            str(hello["name"])[:200],
-            (channel.remote_host(), int(hello["port"])),
-            int(hello["round"]),
-            str(hello["digest"])[:64],
-        )
+    def _welcome(self, peer: _Peer, hello: Message) -> None:
+        settings = {_plain(k, _TEXT): _plain(v, _TEXT) for k, v in list(hello["settings"].items())[:_KEYS]}
+        shares = _whole(hello["shares"])
         with self._lock:
             why = self._differs(settings)
+            if not 1 <= shares <= MOST:
+                why = f"its group has {shares} shares; set shares to between 1 and {MOST}"
             if self._done:
                 why = "all peers have finished their steps"
             if why is not None:
                 self._refuse(peer, why)
-                return peer
+                return
             if self._settings is None:
-                self._settings, self._shares = settings, int(hello["shares"])
+                self._settings, self._shares = settings, shares
             self._waiting.append(peer)
             self._say(f"{peer} has joined and waits, at round {peer.round}")
             self._advance()
-        return peer
 
     def _differs(self, settings: dict[str, str]) -> str | None:
         ours = self._settings
@@ -195,13 +200,15 @@ class Coordinator:
             if peer is None or peer.refused:
                 return
             if kind == "ready" and peer in self._members:
-                peer.ready = str(message["digest"])[:64]
+                peer.ready = _plain(message["digest"], 64)
                 self._first_ready = self._first_ready or time.monotonic()
             elif kind in ("reduced", "failed") and peer in self._running:
+                lost = message.get("lost")
+                if lost is not None and _whole(lost) not in range(self._shares):
+                    raise ValueError(lost)
                 if message["attempt"] == self._attempt:
                     whole = kind == "reduced"
-                    lost = message.get("lost")
-                    peer.reply = (str(message["digest"])[:64], None) if whole else (None, lost)
+                    peer.reply = (_plain(message["digest"], 64), None) if whole else (None, lost)
             elif kind == "not joined" and peer in self._members:
                 self._members.remove(peer)
                 peer.number = None
@@ -222,6 +229,8 @@ class Coordinator:
 
     def _remove(self, peer: _Peer) -> None:
         """Remove a peer, and end an attempt that it has not completed."""
+        if peer in self._members:
+            self.unfinished.add(peer.name)
         for group in (self._members, self._waiting):
             if peer in group:
                 group.remove(peer)
@@ -234,7 +243,7 @@ class Coordinator:
         peer.refused = True
         self._say(f"{peer} is refused: {why}")
         self._remove(peer)
-        self._broadcast([peer], "refused", why=f"{peer}: {why}"[: TEXT_LIMIT // 8], again=again)
+        self._broadcast([peer], "refused", why=f"{peer}: {why}"[: TEXT_LIMIT // 16], again=again)
         peer.channel.finish_sending()
 
     def _broadcast(self, to: list[_Peer], kind: str, **fields: Any) -> None:
@@ -303,6 +312,7 @@ class Coordinator:
             peer.number, peer.ready = number, None
             self._waiting.remove(peer)
             self._members.append(peer)
+            self.unfinished.discard(peer.name)
             if not own:
                 send.append({"number": number, "host": peer.address[0], "port": peer.address[1]})
             peer.round = self.round
@@ -361,3 +371,21 @@ class Coordinator:
                 members=[p.number for p in counted],
                 send=send if peer is counted[0] else [],
             )
+
+
+def _peer_of(channel: Channel, host: str, hello: Message) -> _Peer:
+    port, round = _whole(hello["port"]), _whole(hello["round"])
+    if not 0 < port < 65536 or not 0 <= round < _ROUNDS:
+        raise ValueError(f"port {port}, round {round}")
+    return _Peer(channel, _plain(hello["name"], 200), (host, port), round, _plain(hello["digest"], 64))
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
+def _plain(value: Any, most: int) -> str:
+    """Return the beginning of a text without what would move a terminal's cursor or cannot be encoded."""
+    return "".join(c if c.isprintable() else "?" for c in str(value)[:most])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.errors import LOST, MISTAKE, RunError
-from jaxscale.peers.messages import Channel, Message, PeerLost, listen
+from jaxscale.peers.messages import TOKEN, Channel, Message, OtherToken, PeerLost, listen
 from jaxscale.peers.reduce import Arrays, Errors, MemberLost, Packing, Reduced, all_reduce
 
 STATE = 300.0
@@ -89,6 +89,12 @@ class Member:
         self._place = f"{address[0]}:{address[1]}"
         try:
             self._channel = Channel.connect(address, token, silence)
+        except OtherToken:
+            error = self._error(
+                f"the coordinator at {self._place} has another token; set {TOKEN} to that of the coordinator"
+            )
+            error.code = MISTAKE
+            raise error from None
         except PeerLost as e:
             raise self._error(f"the coordinator at {self._place}: {e}; start it with jaxscale peers") from None
         self._token, self._silence, self._slow = token, silence, slow
@@ -270,6 +276,7 @@ class Member:
 
     def _listen(self) -> None:
         """Thread: read the coordinator's orders."""
+        why = "it sent an order that cannot be read"
         try:
             while True:
                 message, _ = self._channel.receive()
@@ -277,8 +284,12 @@ class Member:
                     self._abort(int(message["attempt"]))
                 elif message["type"] != "alive":
                     self._orders.put(message)
-        except (PeerLost, KeyError, ValueError, TypeError) as e:
-            self._orders.put({"type": "lost", "why": str(e)})
+        except PeerLost as e:
+            why = str(e)
+        except (KeyError, ValueError, TypeError):
+            pass
+        finally:  # whatever happened: the training thread waits for an order
+            self._orders.put({"type": "lost", "why": why})
 
     def _abort(self, attempt: int) -> None:
         with self._change:

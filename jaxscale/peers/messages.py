@@ -11,10 +11,12 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import math
 import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,11 +36,16 @@ TEXT_LIMIT = 1 << 16
 _MAGIC = b"jaxscale peers 1\n"
 _HEAD = struct.Struct("!IQ")  # bytes of text, bytes of the payload
 _NONCE = 32
-_GREETING = 10.0  # seconds
+_GREETING = 10.0  # seconds, for all of a greeting
+_PROOF = hashlib.sha256().digest_size
 
 
 class PeerLost(ConnectionError):
     """The other side closed the connection, was silent for too long, or sent what is no message."""
+
+
+class OtherToken(PeerLost):
+    """The other side speaks the protocol and has another token."""
 
 
 class Channel:
@@ -53,7 +60,8 @@ class Channel:
       silence: seconds after which a side that sends nothing, or takes nothing, counts as lost.
 
     Raises:
-      PeerLost: the other side does not speak this protocol or has another token.
+      PeerLost: the other side does not speak this protocol, or does not prove the token within 10 seconds.
+      OtherToken: it has another token.
 
     Attributes:
       payload_sent: bytes of payloads sent so far.
@@ -65,8 +73,7 @@ class Channel:
         try:
             with contextlib.suppress(OSError):  # not a TCP connection
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.settimeout(min(_GREETING, silence))
-            self._greet(token.encode(), accepted)
+            self._greet(token.encode(), accepted, time.monotonic() + min(_GREETING, silence))
             sock.settimeout(silence)
         except OSError as e:
             self.close()
@@ -86,14 +93,15 @@ class Channel:
         """
         try:
             sock = socket.create_connection(address, timeout=min(_GREETING, silence))
-        except OSError as e:
+        except (OSError, OverflowError) as e:
             raise PeerLost(f"cannot connect to {address[0]}:{address[1]}: {e}") from None
         return cls(sock, token, accepted=False, silence=silence)
 
-    def _greet(self, token: bytes, accepted: bool) -> None:
+    def _greet(self, token: bytes, accepted: bool, until: float) -> None:
         mine = os.urandom(_NONCE)
+        self._sock.settimeout(_left(until))
         self._sock.sendall(_MAGIC + mine)
-        theirs = self._exactly(len(_MAGIC) + _NONCE)
+        theirs = self._exactly(len(_MAGIC) + _NONCE, until)
         if not theirs.startswith(_MAGIC):
             raise PeerLost("the other side does not speak this version of the protocol of jaxscale peers")
         nonces = (bytes(theirs[len(_MAGIC) :]), mine) if accepted else (mine, bytes(theirs[len(_MAGIC) :]))
@@ -104,16 +112,20 @@ class Channel:
         own, other = (b"accepted", b"connected") if accepted else (b"connected", b"accepted")
         if not accepted:  # who connects proves first
             self._sock.sendall(proof(own))
-        if not hmac.compare_digest(bytes(self._exactly(32)), proof(other)):
-            raise PeerLost(f"the other side has another token; set {TOKEN} to the same text for all")
+        if not hmac.compare_digest(bytes(self._exactly(_PROOF, until)), proof(other)):
+            if accepted:  # the other side waits for a proof, and finds that this is none
+                self._sock.sendall(bytes(_PROOF))
+            raise OtherToken(f"the other side has another token; set {TOKEN} to the same text for all")
         if accepted:
             self._sock.sendall(proof(own))
 
-    def _exactly(self, size: int) -> bytearray:
+    def _exactly(self, size: int, until: float | None = None) -> bytearray:
         data = bytearray(size)
         view, filled = memoryview(data), 0
         while filled < size:
             try:
+                if until is not None:
+                    self._sock.settimeout(_left(until))
                 count = self._sock.recv_into(view[filled:])
             except TimeoutError:
                 raise PeerLost("it was silent for too long") from None
@@ -161,20 +173,16 @@ class Channel:
         if text > TEXT_LIMIT or size > payload:
             raise PeerLost(f"it sent a message of {text} + {size} bytes, where {TEXT_LIMIT} + {payload} are accepted")
         try:
-            message = json.loads(self._exactly(text))
+            message = json.loads(self._exactly(text), parse_constant=_finite, parse_float=_finite)
             if not isinstance(message, dict) or not isinstance(message.get("type"), str):
                 raise ValueError
-        except ValueError:
+        except (ValueError, RecursionError):
             raise PeerLost("it sent what is no message") from None
         return message, self._exactly(size)
 
     def local_host(self) -> str:
         """Return the address of this side, at which the other side's network reaches it."""
         return str(self._sock.getsockname()[0])
-
-    def remote_host(self) -> str:
-        """Return the address of the other side."""
-        return str(self._sock.getpeername()[0])
 
     def close(self) -> None:
         """Close the connection; a thread that receives on it raises `PeerLost`."""
@@ -186,6 +194,22 @@ class Channel:
         """Send no more; what was sent still arrives."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
+
+
+def _left(until: float) -> float:
+    """Return the seconds until then, or raise `TimeoutError`."""
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    return left
+
+
+def _finite(text: str) -> float:
+    """Return the number of a text; JSON of Python has infinities and NaN, and reads 1e999 as one."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
 
 
 def _view(data: Buffer | np.ndarray) -> memoryview:

@@ -11,7 +11,8 @@ import threading
 import numpy as np
 import pytest
 
-from jaxscale.errors import ConfigError
+from jaxscale.cli import main
+from jaxscale.errors import MISTAKE, ConfigError
 from jaxscale.peers import (
     Channel,
     Errors,
@@ -62,6 +63,27 @@ def member(of, name="a", *, settings=SETTINGS, shares=4, token=""):
     return Member(of.address, token=token, name=name, settings=settings, shares=shares, silence=5.0, slow=5.0)
 
 
+def text(data):
+    """A message of these bytes."""
+    return struct.pack("!IQ", len(data), 0) + data
+
+
+def stranger(of, name="odd", **hello):
+    """A connection that says hello and then sends what it likes, and an address at which nobody else listens."""
+    channel = Channel.connect(of.address, "", 5.0)
+    channel.send(
+        "hello", **{"name": name, "settings": SETTINGS, "shares": 4, "port": 9, "round": 0, "digest": ""} | hello
+    )
+    return channel
+
+
+def answer(channel, kind):
+    """The next message of a type."""
+    while (message := channel.receive()[0])["type"] != kind:
+        pass
+    return message
+
+
 def sha(x):
     return hashlib.sha256(np.ascontiguousarray(x)).hexdigest()
 
@@ -110,10 +132,13 @@ def test_messages_arrive_whole_and_larger_ones_are_not_read():
         struct.pack("!IQ", 1 << 20, 0),
         struct.pack("!IQ", 3, 0) + b"[1]",
         struct.pack("!IQ", 2, 0) + b"{}",
+        text(b"[" * 60000),
+        text(b'{"type": "failed", "attempt": Infinity}'),
+        text(b'{"type": "failed", "attempt": 1e999}'),
     ):
         a, b = pair()
         a._sock.sendall(damaged)
-        with pytest.raises(PeerLost):
+        with pytest.raises(PeerLost, match="no message|are accepted"):
             b.receive()
     a, b = pair(silence=0.1)
     with pytest.raises(PeerLost, match="silent"):
@@ -250,8 +275,33 @@ def test_peers_with_other_settings_are_refused_in_a_sentence_and_so_is_who_comes
         together(lambda: first.run(before=lambda round: other()))
         with pytest.raises(PeerRefused, match="all peers have finished|jaxscale peers"):
             member(one, "c").join(0, "", 0)
-    with coordinator(token="right") as one, raises_saying(PeerRefused, "coordinator", "jaxscale peers"):
-        member(one, token="wrong")
+
+
+def test_a_wrong_token_is_told_to_the_peer_and_to_the_coordinator():
+    with coordinator(token="right") as one:
+        with pytest.raises(PeerRefused, match="has another token; set JAXSCALE_PEERS_TOKEN to that of") as error:
+            member(one, token="wrong")
+        assert error.value.code == MISTAKE and "jaxscale peers" not in str(error.value)
+        until(lambda: any("from 127.0.0.1 had another token" in line for line in one.lines))
+
+
+def test_a_greeting_byte_by_byte_has_no_more_time_than_one_that_never_comes():
+    one, two = socket.socketpair()
+    over = threading.Event()
+
+    def drip():
+        with contextlib.suppress(OSError):
+            while not over.wait(0.02):
+                one.sendall(b"j")
+
+    def greeted():
+        try:
+            with pytest.raises(PeerLost, match="silent"):
+                Channel(two, "", accepted=True, silence=0.2)  # 49 bytes would take a second
+        finally:
+            over.set()
+
+    together(drip, greeted)
 
 
 def test_members_that_are_resumed_begin_at_the_newest_round_among_them():
@@ -287,3 +337,91 @@ def test_a_stream_of_noise_does_not_stop_the_coordinator():
         with pytest.raises(PeerLost):
             odd.receive()
         assert Trainer(one, "a", 1.0, 1).run().round == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        text(b"[" * 60000),
+        text(b'{"type": "failed", "attempt": 1e999}'),
+        text(b'{"type": "failed", "attempt": 1, "lost": [1]}'),
+        text(b'{"type": "failed", "attempt": 1, "lost": 9}'),
+        text(b'{"type": "failed", "attempt": 1, "lost": true}'),
+    ],
+    ids=("deep", "infinite", "list", "no member", "no number"),
+)
+def test_who_sends_what_cannot_be_read_is_lost_and_the_others_go_on(damage):
+    with coordinator(least=2) as one:
+        a = Trainer(one, "a", 1.0, 2)
+
+        def odd():
+            channel = stranger(one)
+            answer(channel, "begin")
+            channel.send("ready", digest=sha(a.state))
+            assert answer(channel, "reduce")["attempt"] == 1
+            channel._sock.sendall(damage)
+            with pytest.raises(PeerLost):
+                answer(channel, "counts")
+
+        together(lambda: a.run(), odd)
+    assert [len(m) for m in a.seen] == [1, 1] and one.unfinished == {"odd"}
+    assert [line.split(" (")[0] for line in one.lines if "is lost" in line] == ["odd"], one.lines
+
+
+@pytest.mark.parametrize("shares", [0, 513, 30_000_000])
+def test_the_first_peer_cannot_ask_for_shares_without_a_bound(shares):
+    with coordinator(least=1) as one:
+        why = answer(stranger(one, shares=shares), "refused")["why"]
+        assert f"{shares} shares" in why and "between 1 and 512" in why
+        assert Trainer(one, "a", 1.0, 1).run().round == 1
+
+
+def test_a_member_of_its_own_refuses_noise_and_ends_when_the_coordinator_sends_noise():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        of = type("Address", (), {"address": server.getsockname()[:2]})
+
+        def noisy():
+            channel = Channel(server.accept()[0], "", accepted=True, silence=5.0)
+            hello = answer(channel, "hello")
+            other = Channel.connect(("127.0.0.1", hello["port"]), "", 5.0)
+            other._sock.sendall(text(b'{"type": "state", "round": 1e999}'))
+            with pytest.raises(PeerLost, match="closed"):
+                other.receive()
+            channel._sock.sendall(text(b'{"type": "abort", "attempt": [1]}'))
+
+        def joins():
+            with raises_saying(PeerRefused, "an order that cannot be read", "start jaxscale peers again"):
+                member(of).join(0, "", 0)
+
+        together(noisy, joins)
+
+
+def test_a_name_that_moves_the_cursor_or_cannot_be_encoded_is_printed_without_that():
+    with coordinator(least=1) as one:
+        answer(stranger(one, name="x\x1b[2J\ud800\ny"), "begin")
+        assert one.lines[0].startswith("x?[2J??y has joined")
+
+
+def test_a_run_that_is_lost_after_another_has_finished_is_not_said_to_have_finished(capsys):
+    said, over = [], threading.Event()
+
+    def printed(words):
+        said.append(capsys.readouterr().out)
+        return words in "".join(said)
+
+    def serve():
+        assert main(["peers", "--port", "0", "--least", "2"]) == 0
+        over.set()
+
+    threading.Thread(target=serve, daemon=True).start()
+    until(lambda: printed("waiting for 2 runs"))
+    port = int("".join(said).split(":")[-1])
+    one = type("Address", (), {"address": ("127.0.0.1", port)})
+    a, b = (Trainer(one, name, 1.0, rounds) for name, rounds in (("a", 1), ("b", 2)))
+
+    def waits(round):
+        if round == 1:
+            until(lambda: printed("has finished"))
+
+    together(a.run, lambda: b.run(die_at=1, before=waits))
+    assert over.wait(10) and printed("after 1 rounds; lost or refused before its last step: b")

@@ -119,6 +119,7 @@ def test_a_peer_whose_parameters_differ_by_a_bit_is_refused_and_the_others_go_on
 def test_what_does_not_fit_is_refused():
     for changes, words in (
         ({"shares": 0}, ("PeerDiLoCo.shares = 0", "at least 1")),
+        ({"shares": 513}, ("PeerDiLoCo.shares = 513", "at most 512")),
         ({"every": 0}, ("PeerDiLoCo.every = 0", "at least 1")),
         ({"outer_lr": 0}, ("PeerDiLoCo.outer_lr = 0", "such as 0.7")),
         ({"outer": "sgd"}, ("PeerDiLoCo.outer = 'sgd'", "SGD(0.9, nesterov=True)")),

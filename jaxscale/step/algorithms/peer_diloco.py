@@ -15,6 +15,7 @@ from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.optim import SGD, apply_gradients, averages, state_infos
 from jaxscale.optim.base import Optimizer, Schedule
 from jaxscale.parallel import Float32Wire, Wire
+from jaxscale.peers.coordinator import MOST
 from jaxscale.step.algorithm import NEXT_TOKEN, Algorithm, Step, Tree
 from jaxscale.step.algorithms.replicas import check_counts, is_wire, on_host, wide_infos, with_prefix
 from jaxscale.step.backprop import make_loss_and_grads, make_step
@@ -46,7 +47,7 @@ class PeerDiLoCo(Algorithm):
 
     Args:
       coordinator: its address, "HOST:PORT"; `jaxscale peers` starts one, and `jaxscale train --peers` sets this.
-      shares: the most processes at a time.
+      shares: the most processes at a time, at most 512.
       every: steps between exchanges; divides `train.steps`.
       outer: the outer optimizer; the paper's is SGD with Nesterov momentum of 0.9.
       outer_lr: its learning rate, which is constant.
@@ -66,6 +67,8 @@ class PeerDiLoCo(Algorithm):
 
     def __post_init__(self) -> None:
         check_counts(self, shares=1, every=1)
+        if self.shares > MOST:
+            raise ConfigError(f"PeerDiLoCo.shares = {self.shares}: must be at most {MOST}")
         if not isinstance(self.outer, Optimizer):
             example = "such as SGD(0.9, nesterov=True)"
             raise ConfigError(f"PeerDiLoCo.outer = {self.outer!r}: must be an optimizer, {example}")

@@ -13,6 +13,10 @@ from jaxscale.convert.pretrained import export_checkpoint, import_checkpoint
 from jaxscale.data import HFTokenizer
 from jaxscale.errors import CheckpointError
 from jaxscale.interop import SafeTensors, same_model
+from jaxscale.interop.families.llama import FAMILY
+from jaxscale.interop.gguf import check_gguf, open_gguf, write_gguf
+from jaxscale.interop.gguf.architectures import architecture_of
+from jaxscale.interop.gguf.file import GGUFFile, padded, write_head
 from jaxscale.interop.gguf.tokenizer import _PATTERNS, tokenizer_files, tokenizer_metadata
 from jaxscale.interop.gguf.types import TYPES
 from jaxscale.models import TransformerConfig
@@ -212,6 +216,140 @@ def test_a_damaged_or_unknown_file_is_refused(tmp_path):
         with pytest.raises(CheckpointError, match=message):
             import_checkpoint(file, tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+def _changed(file, **keys):
+    """Write a file again with keys of its architecture changed."""
+    read = GGUFFile(file)
+    name = read.metadata["general.architecture"]
+    metadata = {**read.metadata, **{f"{name}.{k}": v for k, v in keys.items()}}
+    tensors = {k: (e.type, e.shape) for k, e in read.tensors.items()}
+    out = file.with_name("changed.gguf")
+    with out.open("wb") as f:
+        write_head(f, metadata, tensors)
+        for entry in read.tensors.values():
+            f.writelines(padded(np.frombuffer(read._map, np.uint8, entry.size, entry.start)))
+    return out
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Files of three tiny models."""
+    folder = tmp_path_factory.mktemp("files")
+    made = {}
+    for name, family in (("llama3", "llama"), ("gemma2", "gemma2"), ("llama linear", "llama")):
+        (folder / name).mkdir()
+        made[name] = export_gguf(_run(name, folder / name), folder / name / "a.gguf", family=family)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "message"),
+    [
+        *(("gemma2", "block_count", v, "block_count = .*, which is not a whole number") for v in ("x", [2], 200000000)),
+        ("llama3", "attention.head_count", 0, "attention.head_count = 0, which is not a whole number from 1 to"),
+        ("llama3", "embedding_length", "x", "embedding_length = 'x', which is not a whole number"),
+        ("llama3", "rope.freq_base", "x", "rope.freq_base = 'x', which is not a number of at least 1"),
+        ("llama3", "attention.layer_norm_rms_epsilon", "x", "epsilon = 'x', which is not a number"),
+        ("llama linear", "rope.scaling.type", "longrope", "rope.scaling.type = 'longrope'"),
+        ("llama linear", "rope.scaling.factor", "x", "rope.scaling.factor = 'x', which is not a number"),
+        ("llama linear", "rope.scaling.attn_factor", 2.0, "attn_factor = 2.0, but only its default is supported"),
+        ("llama linear", "rope.scaling.yarn_ext_factor", 0.5, "yarn_ext_factor = 0.5, but only its default"),
+        ("llama3", "rope.scaling.factor", 4.0, "rope_freqs.weight and a rope.scaling.factor"),
+        ("llama3", "attention.scale", 0.5, "llama.attention.scale = 0.5, but only its default .* Hugging Face folder"),
+        ("llama3", "logit_scale", 2.0, "llama.logit_scale = 2.0, but"),
+        ("llama3", "attention.causal", False, "llama.attention.causal = False, but"),
+        ("llama3", "attention.sliding_window", 16, "llama.attention.sliding_window = 16, but only whole attention"),
+        ("llama3", "attention.value_length", 8, "llama.attention.value_length = 8, but keys have 16"),
+        ("llama3", "final_logit_softcapping", 30.0, "final_logit_softcapping = 30.0, but"),
+        ("gemma2", "attention.sliding_window", [1], r"sliding_window = \[1\], which is not a whole number"),
+    ],
+)
+def test_a_key_that_cannot_be_used_is_named(files, name, key, value, message):
+    with pytest.raises(CheckpointError, match=message):
+        open_gguf(_changed(files[name], **{key: value}), widen=False)
+
+
+@pytest.mark.parametrize(
+    ("keys", "scaling"),
+    [
+        ({"scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scaling.factor": 4.0, "scale_linear": 2.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scaling.factor": 0.0, "scaling.attn_factor": 1.0}, None),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, None),
+        (
+            {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.yarn_beta_fast": 16.0},
+            {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0},
+        ),
+    ],
+)
+def test_positions_are_scaled_as_llama_cpp_does(files, keys, scaling):
+    read = GGUFFile(files["llama linear"])
+    read.metadata = {k: v for k, v in read.metadata.items() if ".rope.scaling." not in k}
+    read.metadata |= {f"llama.rope.{k}": v for k, v in keys.items()}
+    assert architecture_of(read).config(read).get("rope_scaling") == scaling
+
+
+def test_keys_that_are_missing_have_llama_cpps_values_or_are_named(files):
+    read = GGUFFile(files["gemma2"])
+    read.metadata = {k: v for k, v in read.metadata.items() if not k.endswith("softcapping")}
+    config = architecture_of(read).config(read)
+    assert (config["attn_logit_softcapping"], config["final_logit_softcapping"]) == (50.0, 30.0)
+    del read.metadata["gemma2.attention.layer_norm_rms_epsilon"]
+    with pytest.raises(CheckpointError, match="has no gemma2.attention.layer_norm_rms_epsilon"):
+        architecture_of(read).config(read)
+
+
+def test_a_tensor_without_values_is_refused(files):
+    read = GGUFFile(files["llama3"])
+    out = files["llama3"].with_name("empty.gguf")
+    with out.open("wb") as f:
+        write_head(f, read.metadata, {"rope_freqs.weight": (read.tensors["rope_freqs.weight"].type, (0,))})
+    with pytest.raises(CheckpointError, match=r"rope_freqs.weight of \[0\] does not fit"):
+        open_gguf(out, widen=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("bos_token_id", 99),
+        ("bos_token_id", "x"),
+        ("eos_token_id", [1]),
+        ("add_bos_token", "x"),
+        ("pre", ["qwen2"]),
+        ("token_type", 3),
+        ("merges", 3),
+        ("tokens", [1, 2]),
+    ],
+)
+def test_a_key_of_a_tokenizer_that_cannot_be_used_is_named(key, value):
+    keys = {"model": "gpt2", "pre": "qwen2", "tokens": ["a", "b"], "bos_token_id": 1, "add_bos_token": True, key: value}
+    with pytest.raises(CheckpointError, match=f"has tokenizer.ggml.{key} = .*, which is not"):
+        tokenizer_files({f"tokenizer.ggml.{k}": v for k, v in keys.items()}, print)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [
+        ("f16", 1e6, "up to 1e[+]06, too large for f16; use f32"),
+        ("q8_0", 1e9, "too large for q8_0; use f32"),
+        ("q8_0", np.nan, "infinite or not a number"),
+        ("q4_0", np.nan, "infinite or not a number"),
+        ("f32", np.inf, "infinite or not a number"),
+    ],
+)
+def test_values_that_a_type_does_not_have_are_refused_and_no_file_is_left(tmp_path, kind, value, message):
+    plan = check_gguf(FAMILY, TransformerConfig(**_fields("llama")), 64, kind)
+
+    def read(name, region):
+        values = np.ones([stop - start for start, stop in region], np.float32)
+        values[..., -1] = value if "mlp/up" in name else 1
+        return values
+
+    with pytest.raises(CheckpointError, match=rf"mlp/up/kernel \(the tensor blk.0.ffn_up.weight\) has .*{message}"):
+        write_gguf(plan, read, tmp_path / "a.gguf", {})
+    assert not list(tmp_path.iterdir())
 
 
 def _tokenizer(folder, vocab=320):

@@ -205,6 +205,19 @@ def test_a_scale_that_is_not_a_number_is_named(tmp_path):
         pass
 
 
+@pytest.mark.parametrize("what", ["the scale", "a code"])
+@pytest.mark.parametrize("widen", [False, True])
+def test_damaged_scales_and_codes_are_refused_kept_or_widened(tmp_path, what, widen):
+    made, _ = _model(lambda w: packed.fp8(w, (16, 16)))
+    name = "model.layers.1.mlp.up_proj.weight"
+    if what == "a code":
+        made[name].view(np.uint8)[3, 5] = 0x7F
+    else:
+        made[f"{name}_scale_inv"][1, 1] = np.inf
+    with pytest.raises(CheckpointError, match=f"{what} of {name} has a value that is not finite"):
+        import_checkpoint(_write(tmp_path / "theirs", made, _fp8((16, 16))), tmp_path / "run", widen=widen)
+
+
 def test_modules_may_have_settings_of_their_own(tmp_path):
     four, a = packed.signed(_matrix(), 4, 16)
     eight, b = packed.signed(_matrix(), 8, 16)

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from jaxscale.errors import CheckpointError, near
-from jaxscale.interop.fields import short
+from jaxscale.interop.fields import LARGEST, short
 from jaxscale.interop.gguf.file import GGUFFile
+from jaxscale.interop.gguf.keys import Keys
 from jaxscale.nn import LinearScaling, Llama3Scaling, Rotary, YarnScaling
 
 Config = dict[str, Any]
@@ -44,6 +45,29 @@ _COMMON = {
 _EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 _GEMMA = {"attention.sliding_window": "sliding_window"}
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+_EPSILON = "attention.layer_norm_rms_epsilon"
+_NEEDED = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", _EPSILON)
+_FLOATS = (_EPSILON, *_CAPS, "rope.freq_base_swa")
+"""Keys that are no whole numbers."""
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "attention.scale": (0,),
+    "attention.output_scale": (0, 1),
+    "attention.temperature_scale": (0,),
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "embedding_scale": (0, 1),
+    "expert_shared_count": (0,),
+    "expert_weights_scale": (0, 1),
+    "rope.scaling.attn_factor": (1, 0),
+    "rope.scaling.yarn_attn_factor": (1, 0),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "rope.freq_base_swa": (0,),
+    **dict.fromkeys(_CAPS, (0,)),
+}
+"""Values with which keys that change what a model computes have no effect."""
 ROPE_FREQS = "rope_freqs.weight"
 """Tensor with what the angles of Llama 3's scaling are divided by."""
 _LLAMA3 = (1.0, 4.0, 8192)
@@ -141,32 +165,44 @@ class Architecture:
         Raises:
           CheckpointError: a key is missing, or positions are scaled in an unknown way.
         """
-        values = {k.removeprefix(f"{self.name}."): v for k, v in file.metadata.items() if k.startswith(f"{self.name}.")}
+        keys = Keys(file.metadata, f"{self.name}.", str(file.path))
+        fields = {**_COMMON, **self.fields}
         config: Config = {"model_type": self.family}
-        for key, field in {**_COMMON, **self.fields}.items():
-            if key in values:
-                config[field] = _shortest(values[key])
-        for field in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"):
-            if field not in config:
-                key = next(k for k, f in _COMMON.items() if f == field)
-                raise CheckpointError(f"{file.path} has no {self.name}.{key}")
+        for key, field in fields.items():
+            if key not in keys and key not in _NEEDED:
+                continue
+            most = len(file.tensors) if key == "block_count" else LARGEST  # each block has tensors
+            config[field] = _shortest(keys.number(key)) if key in _FLOATS else keys.whole(key, 1, most)
         config.setdefault("num_key_value_heads", config["num_attention_heads"])
-        if "rope.dimension_count" in values:
-            config.setdefault("head_dim", values["rope.dimension_count"])
-            if values["rope.dimension_count"] != config["head_dim"]:
-                raise CheckpointError(f"{file.path} rotates a part of each head, which is not supported in GGUF files")
+        rotated = keys.whole("rope.dimension_count", 1, default=None)
+        if rotated is not None and config.setdefault("head_dim", rotated) != rotated:
+            raise CheckpointError(f"{file.path} rotates a part of each head, which is not supported in GGUF files")
+        self._check(keys, config)
         embedding = file.tensors.get("token_embd.weight")
-        config["vocab_size"] = embedding.shape[0] if embedding else values.get("vocab_size")
+        config["vocab_size"] = embedding.shape[0] if embedding else keys.whole("vocab_size", 1)
         config["tie_word_embeddings"] = "output.weight" not in file.tensors
-        config["rope_theta"] = _shortest(values.get("rope.freq_base", 10000.0))
-        scaling = _read_scaling(values, file)
+        config["rope_theta"] = _shortest(keys.number("rope.freq_base", 1.0, 10000.0))
+        scaling = _read_scaling(keys, file, config)
         if scaling:
             config["rope_scaling"] = scaling
-        for which in ("bos", "eos"):
-            if f"tokenizer.ggml.{which}_token_id" in file.metadata:
-                config[f"{which}_token_id"] = file.metadata[f"tokenizer.ggml.{which}_token_id"]
+        ids = Keys(file.metadata, "tokenizer.ggml.", str(file.path))
+        for which in ("bos_token_id", "eos_token_id"):
+            if which in ids:
+                config[which] = ids.whole(which, most=2**32 - 1)
         self.extra(config)
         return config
+
+    def _check(self, keys: Keys, config: Config) -> None:
+        """Check that no key that changes what the model computes would be ignored."""
+        for key, known in _FIXED.items():
+            if key not in self.fields:
+                keys.only(key, *known, why="only its default is supported")
+        if "attention.sliding_window" not in self.fields:
+            window = keys.whole("attention.sliding_window", default=0)
+            if 0 < window < config.get("max_position_embeddings", LARGEST):
+                keys.only("attention.sliding_window", 0, why="only whole attention is supported for it")
+        per_head = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+        keys.only("attention.value_length", per_head, why=f"keys have {per_head}")
 
     def metadata(self, config: Config, positions: Rotary) -> dict[str, Any]:
         """Return the metadata of a config; what it cannot express shows when it is read again.
@@ -192,26 +228,43 @@ def _shortest(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _read_scaling(values: Mapping[str, Any], file: GGUFFile) -> Config | None:
+def _read_scaling(keys: Keys, file: GGUFFile, config: Config) -> Config | None:
+    """Return the `rope_scaling` of config.json; without a type it is linear, by a factor that may have its old name."""
+    kind = keys.text("rope.scaling.type", None)
+    factor = keys.number("rope.scaling.factor", default=keys.number("rope.scale_linear", default=0.0)) or 1.0
+    if kind not in (None, "none", "linear", "yarn"):
+        raise CheckpointError(f"{file.path} has rope.scaling.type = {short(kind)}{near(kind, ['linear', 'yarn'])}")
+    mixed = 1 if kind == "yarn" else 0  # what llama.cpp takes for -1
+    keys.only("rope.scaling.yarn_ext_factor", -1, mixed, why="only its default is supported")
     if ROPE_FREQS in file.tensors:
-        divisors = file.read(ROPE_FREQS).astype(np.float32)
-        low, high, length = _LLAMA3
-        factor = _shortest(float(divisors.max()))
-        theta = values.get("rope.freq_base", 10000.0)
-        scaling = Llama3Scaling(factor, low, high, length)
-        if not np.allclose(rope_divisors(scaling, theta, 2 * len(divisors)), divisors, rtol=1e-4):
-            raise CheckpointError(f"{file.path} has {ROPE_FREQS} other than Llama 3's, which are not supported")
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        return {"rope_type": "llama3", **dict(zip(names, (factor, low, high, length), strict=True))}
-    kind = values.get("rope.scaling.type", "none")
-    if kind == "none":
+        if kind != "none" and factor != 1:
+            raise CheckpointError(f"{file.path} has {ROPE_FREQS} and a rope.scaling.factor; supported is one of them")
+        return _read_divisors(file, config)
+    if kind == "none" or (kind is None and factor == 1):
         return None
-    if kind not in ("linear", "yarn"):
-        raise CheckpointError(f"{file.path} has rope.scaling.type = {short(kind)}{near(str(kind), ['linear', 'yarn'])}")
-    entry: Config = {"rope_type": kind, "factor": _shortest(values.get("rope.scaling.factor", 1.0))}
-    if kind == "yarn" and "rope.scaling.original_context_length" in values:
-        entry["original_max_position_embeddings"] = values["rope.scaling.original_context_length"]
+    entry: Config = {"rope_type": kind or "linear", "factor": _shortest(factor)}
+    if kind == "yarn":
+        length = keys.whole("rope.scaling.original_context_length", 1, default=None)
+        entry |= {} if length is None else {"original_max_position_embeddings": length}
+        for name in ("beta_fast", "beta_slow"):
+            if f"rope.scaling.yarn_{name}" in keys:
+                entry[name] = _shortest(keys.number(f"rope.scaling.yarn_{name}"))
     return entry
+
+
+def _read_divisors(file: GGUFFile, config: Config) -> Config:
+    divisors = file.read(ROPE_FREQS).astype(np.float32)
+    low, high, length = _LLAMA3
+    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    largest = _shortest(float(divisors.max(initial=0)))
+    valid = divisors.ndim == 1 and 2 * len(divisors) == head_dim and 0 < largest < np.inf
+    theta = config["rope_theta"]
+    if not valid or not np.allclose(
+        rope_divisors(Llama3Scaling(largest, low, high, length), theta, head_dim), divisors, rtol=1e-4
+    ):
+        raise CheckpointError(f"{file.path} has {ROPE_FREQS} other than Llama 3's, which are not supported")
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    return {"rope_type": "llama3", **dict(zip(names, (largest, low, high, length), strict=True))}
 
 
 def rope_divisors(scaling: Llama3Scaling, theta: float, head_dim: int) -> np.ndarray:
@@ -230,16 +283,16 @@ def _llama(config: Config) -> None:
     config["hidden_act"] = "silu"
 
 
-def _gemma(period: int, largest: int) -> Callable[[Config], None]:
-    """Fields that llama.cpp has in its code; the largest model divides scores by another width."""
+def _gemma(period: int, largest: int, *caps: float | None) -> Callable[[Config], None]:
+    """Fields that llama.cpp has in its code, and its caps where keys are missing; the largest divides otherwise."""
 
     def extra(config: Config) -> None:
         config["hidden_activation"] = "gelu_pytorch_tanh"
         wide = config["num_hidden_layers"] == largest
         per_head = config["hidden_size"] // config["num_attention_heads"]
         config["query_pre_attn_scalar"] = per_head if wide else config.get("head_dim", per_head)
-        for cap in _CAPS:
-            config.setdefault(cap, None)
+        for name, cap in zip(_CAPS, caps, strict=True):
+            config[name] = config.get(name, cap) or None  # 0 is none
         sliding = ["sliding_attention", "full_attention"]
         config["layer_types"] = [sliding[(i + 1) % period == 0] for i in range(config["num_hidden_layers"])]
 
@@ -279,15 +332,24 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         extra=_moe,
     ),
     Architecture(
-        "gemma2", "gemma2", {**_DENSE, **_GEMMA_NORMS}, {**_GEMMA, **_CAPS}, unit_offset=True, extra=_gemma(2, 46)
+        "gemma2",
+        "gemma2",
+        {**_DENSE, **_GEMMA_NORMS},
+        {**_GEMMA, **_CAPS},
+        unit_offset=True,
+        extra=_gemma(2, 46, 50.0, 30.0),
     ),
     Architecture(
         "gemma3",
         "gemma3_text",
         {**_DENSE, **_GEMMA_NORMS, **_QK_NORM},
-        {**_GEMMA, "final_logit_softcapping": "final_logit_softcapping"},
+        {
+            **_GEMMA,
+            "final_logit_softcapping": "final_logit_softcapping",
+            "rope.freq_base_swa": "rope_local_base_freq",
+        },
         unit_offset=True,
-        extra=_gemma(6, 62),
+        extra=_gemma(6, 62, None, None),
     ),
 )
 """All architectures that are read and written."""

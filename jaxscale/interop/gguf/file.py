@@ -99,7 +99,7 @@ class GGUFFile:
                     f"the tensor {name[:100]} of {self.path} has the type number {number}; supported are {known}"
                 )
             entry = Entry(kind, shape, begin + offset)
-            if not shape or shape[-1] % kind.values or entry.start + entry.size > len(self._map):
+            if 0 in shape or not shape or shape[-1] % kind.values or entry.start + entry.size > len(self._map):
                 raise ValueError(f"the tensor {name[:100]} of {list(shape)[:8]} does not fit in it")
             if name in self.tensors:
                 raise ValueError(f"it has the tensor {name[:100]} twice")

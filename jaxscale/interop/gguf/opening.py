@@ -59,6 +59,6 @@ def write_companions(path: Path, values: dict[str, Any], out: Path, say: Callabl
     beside = (path.parent / "tokenizer.json").is_file()
     if beside:
         copy_companions(path.parent, out, but=(CONFIG,))
-    files = {} if beside else tokenizer_files(GGUFFile(path).metadata, say)
+    files = {} if beside else tokenizer_files(GGUFFile(path).metadata, say, str(path))
     for name, content in {**files, CONFIG: values}.items():
         (out / name).write_text(json.dumps(content, indent=2) + "\n")

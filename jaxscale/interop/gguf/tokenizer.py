@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxscale.data import HFTokenizer
-from jaxscale.errors import DataError
+from jaxscale.errors import CheckpointError
 from jaxscale.interop.fields import short
+from jaxscale.interop.gguf.keys import Keys
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATTERNS = {"llama-bpe": _WORDS % r"\p{N}{1,3}", "qwen2": _WORDS % r"\p{N}", "gpt-2": None}
@@ -58,28 +59,31 @@ def _pre(content: Mapping[str, Any]) -> str | None:
     return next((name for name, known in _PATTERNS.items() if known is not None and known == pattern), None)
 
 
-def tokenizer_files(metadata: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+def tokenizer_files(
+    metadata: Mapping[str, Any], say: Callable[[str], None], what: str = "the GGUF file"
+) -> dict[str, Any]:
     """Return the content of tokenizer.json and tokenizer_config.json by name; nothing if it cannot be expressed.
 
     Args:
       metadata: the metadata of a GGUF file.
       say: prints why there is none.
+      what: the file, for messages.
 
     Raises:
-      DataError: the lists of tokens, types and merges do not fit together.
+      CheckpointError: a key has a value of another type, or the lists of tokens, types and merges do not fit together.
     """
-    keys = {k.removeprefix(_KEY): v for k, v in metadata.items() if k.startswith(_KEY)}
-    pre, tokens = keys.get("pre"), keys.get("tokens")
-    if keys.get("model") != "gpt2" or pre not in _PATTERNS or not isinstance(tokens, list):
+    keys = Keys(metadata, _KEY, what)
+    model, pre, tokens = keys.text("model", None), keys.text("pre", None), keys.strings("tokens", None)
+    if model != "gpt2" or pre not in _PATTERNS or tokens is None:
         say(
-            f"no tokenizer is imported: that of the GGUF file is {short(keys.get('model'))} ({short(pre)}), and only "
+            f"no tokenizer is imported: that of the GGUF file is {short(model)} ({short(pre)}), and only "
             f"'gpt2' of {', '.join(_PATTERNS)} is supported; put a tokenizer.json beside the file"
         )
         return {}
-    kinds = keys.get("token_type", [_NORMAL] * len(tokens))
-    merges = [str(m).split(" ") for m in keys.get("merges", [])]
+    kinds = keys.wholes("token_type", [_NORMAL] * len(tokens))
+    merges = [m.split(" ") for m in keys.strings("merges", [])]
     if len(kinds) != len(tokens) or any(len(m) != 2 for m in merges):
-        raise DataError(f"the GGUF file has {len(tokens)} tokens, {len(kinds)} types, and merges that are not of two")
+        raise CheckpointError(f"{what} has {len(tokens)} tokens, {len(kinds)} types, and merges that are not of two")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     pattern = _PATTERNS[pre]
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
@@ -90,7 +94,8 @@ def tokenizer_files(metadata: Mapping[str, Any], say: Callable[[str], None]) -> 
         for i, kind in enumerate(kinds)
         if kind in (_CONTROL, _USER)
     ]
-    first = keys.get("bos_token_id") if keys.get("add_bos_token") else None
+    last = len(tokens) - 1
+    first = keys.whole("bos_token_id", most=last, default=None) if keys.flag("add_bos_token", False) else None
     content = {
         "version": "1.0",
         "added_tokens": added,
@@ -105,9 +110,8 @@ def tokenizer_files(metadata: Mapping[str, Any], say: Callable[[str], None]) -> 
             "ignore_merges": pre == "llama-bpe",
         },
     }
-    names = {
-        k: tokens[keys[f"{k}_id"]] for k in ("bos_token", "eos_token") if keys.get(f"{k}_id", -1) in range(len(tokens))
-    }
+    ids = {k: keys.whole(f"{k}_id", most=2**32 - 1, default=None) for k in ("bos_token", "eos_token")}
+    names = {k: tokens[i] for k, i in ids.items() if i is not None and i <= last}
     about = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
     if isinstance(metadata.get("tokenizer.chat_template"), str):
         about["chat_template"] = metadata["tokenizer.chat_template"]

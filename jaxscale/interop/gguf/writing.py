@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -109,23 +109,40 @@ def write_gguf(plan: Plan, read: Callable[[str, Region], np.ndarray], out: Path,
       read: (name of our parameter, region) -> the values of that region.
       out: the file.
       more: further metadata, such as the tokenizer's.
+
+    Raises:
+      CheckpointError: a parameter has values that are not finite, or that its type cannot express; no file is left.
     """
     partial = out.with_name(f"{out.name}.partial")
-    with partial.open("wb") as f:
-        write_head(f, {**plan.metadata, **more}, plan.tensors)
-        for name, (kind, _) in plan.tensors.items():
-            if name in plan.constants:
-                f.writelines(padded(plan.constants[name]))
-                continue
-            written = 0
-            for parts in plan.sources[name]:
+    try:
+        with partial.open("wb") as f:
+            _write(f, plan, read, more)
+        GGUFFile(partial)  # check that the file is complete
+        partial.rename(out)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write(f: IO[bytes], plan: Plan, read: Callable[[str, Region], np.ndarray], more: Mapping[str, Any]) -> None:
+    write_head(f, {**plan.metadata, **more}, plan.tensors)
+    for name, (kind, _) in plan.tensors.items():
+        if name in plan.constants:
+            f.writelines(padded(plan.constants[name]))
+            continue
+        written = 0
+        for parts in plan.sources[name]:
+            try:
                 blocks = _encoded(plan, name, kind, assemble(parts, read))
-                f.write(blocks.reshape(-1).data)
-                written += blocks.nbytes
-            f.writelines(list(padded(np.zeros(written, np.uint8)))[1:])
-        sync(f)
-    GGUFFile(partial)  # check that the file is complete
-    partial.rename(out)
+            except _NotFinite as e:
+                raise CheckpointError(f"{parts[0][0].name} (the tensor {name}) {e}") from None
+            f.write(blocks.reshape(-1).data)
+            written += blocks.nbytes
+        f.writelines(list(padded(np.zeros(written, np.uint8)))[1:])
+    sync(f)
+
+
+class _NotFinite(ValueError):
+    """Values that a type cannot express, without the name of their tensor."""
 
 
 def _encoded(plan: Plan, name: str, kind: GGMLType, values: np.ndarray) -> np.ndarray:
@@ -139,7 +156,14 @@ def _encoded(plan: Plan, name: str, kind: GGMLType, values: np.ndarray) -> np.nd
     out = np.empty((values.size // kind.values, kind.size), np.uint8)
     rows, step = values.reshape(-1, kind.values), 1 << 17
     for at in range(0, len(rows), step):
-        out[at : at + step] = kind.encode(rows[at : at + step])
+        part = rows[at : at + step]
+        if not np.isfinite(part).all():
+            raise _NotFinite("has values that are infinite or not a number; export another step")
+        with np.errstate(over="ignore", invalid="ignore"):
+            out[at : at + step] = kind.encode(part)
+            finite = np.isfinite(kind.decode(out[at : at + step])).all()
+        if not finite:
+            raise _NotFinite(f"has values up to {abs(part).max():.4g}, too large for {kind.name.lower()}; use f32")
     return out
 
 

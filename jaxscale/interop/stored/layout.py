@@ -208,7 +208,7 @@ class Decoded(Tensors):
             yield self._last[1]
 
     def _decode(self, name: str) -> np.ndarray:
-        values = self.layout.decode(name, {role: self._values(n) for role, n in self._parts[name].items()})
+        values = self.layout.decode(name, self._arrays(name))
         assert values.dtype == np.float32 and values.shape == self[name].shape
         values.flags.writeable = False
         return values
@@ -225,7 +225,15 @@ class Decoded(Tensors):
 
     def planes(self, name: str) -> Planes:
         """Return the content of a quantised weight as it is."""
-        return self.layout.planes(name, {role: self._values(n) for role, n in self._parts[name].items()})
+        return self.layout.planes(name, self._arrays(name))
+
+    def _arrays(self, name: str) -> dict[str, np.ndarray]:
+        """Return the values of a weight's tensors, after checking that those of floats, also of fp8, are finite."""
+        arrays = {role: self._values(n) for role, n in self._parts[name].items()}
+        for role, values in arrays.items():
+            if values.dtype.kind not in "iub" and not np.isfinite(values).all():
+                raise not_finite(name, "a code" if role == "codes" else "the scale")
+        return arrays
 
     def fingerprint(self) -> list[list[Any]]:
         """See `Tensors.fingerprint`."""
@@ -292,10 +300,18 @@ def finite(name: str, what: str, scale: np.ndarray) -> np.ndarray:
     """
     scale = scale.astype(np.float32)
     if not np.isfinite(scale).all():
-        raise CheckpointError(
-            f"{what} of {name} has a value that is not finite; the file is damaged, download it again"
-        )
+        raise not_finite(name, what)
     return scale
+
+
+def not_finite(name: str, what: str) -> CheckpointError:
+    """Return the error for tensors of a weight with values that are infinite or not a number.
+
+    Args:
+      name: the weight.
+      what: which of its tensors.
+    """
+    return CheckpointError(f"{what} of {name} has a value that is not finite; the file is damaged, download it again")
 
 
 def misfit(name: str, entries: Entries) -> CheckpointError:

@@ -9,6 +9,7 @@ import time
 import jax
 import jax.numpy as jnp
 
+from jaxscale.errors import RunError
 from jaxscale.layout import describe
 from jaxscale.layout.tensors import Tree
 from jaxscale.plan.compile import lower_step
@@ -110,7 +111,10 @@ def dry_run(config: TrainConfig) -> DryRun:
 
 def _where(start: Start) -> str:
     """Return the checkpoint that parameters are from."""
-    return f"step {start.settled().step} of {start.path}"
+    try:
+        return f"step {start.settled().step} of {start.path}"
+    except RunError:
+        return f"{start.path}, which is not a run with a checkpoint yet"
 
 
 def _bytes_per_device(arrays: Tree, shardings: Tree) -> int:

@@ -114,7 +114,7 @@ def test_a_mixed_stack_counts_every_layers_parameters_and_products():
     assert MIXED.param_count() == 8 * (recurrent.param_count() - 2 * 64 * 16 - 16) + 2 * of_layer + 2 * 64 * 16 + 16
     forward = MIXED.product_flops(2, 16)
     assert forward["recurrence"] == 6 * 2 * 2 * 16 * 4 * 16 * 16
-    assert forward["qkv"] == 2 * attention.products(2, 16)["qkv"]
+    assert forward["qkv"] == 2 * attention.product_flops(2, 16)["qkv"]
 
 
 @pytest.mark.parametrize(

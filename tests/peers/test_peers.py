@@ -403,11 +403,11 @@ def test_a_name_that_moves_the_cursor_or_cannot_be_encoded_is_printed_without_th
 
 
 def test_a_run_that_is_lost_after_another_has_finished_is_not_said_to_have_finished(capsys):
-    said, over = [], threading.Event()
+    lines, over = [], threading.Event()
 
     def printed(words):
-        said.append(capsys.readouterr().out)
-        return words in "".join(said)
+        lines.append(capsys.readouterr().out)
+        return words in "".join(lines)
 
     def serve():
         assert main(["peers", "--port", "0", "--least", "2"]) == 0
@@ -415,7 +415,7 @@ def test_a_run_that_is_lost_after_another_has_finished_is_not_said_to_have_finis
 
     threading.Thread(target=serve, daemon=True).start()
     until(lambda: printed("waiting for 2 runs"))
-    port = int("".join(said).split(":")[-1])
+    port = int("".join(lines).split(":")[-1])
     one = type("Address", (), {"address": ("127.0.0.1", port)})
     a, b = (Trainer(one, name, 1.0, rounds) for name, rounds in (("a", 1), ("b", 2)))
 

@@ -234,7 +234,7 @@ def tensors_as_kept(
     """Return the tensors of a checkpoint whose quantised weights were kept: their codes and scales as they were.
 
     Args:
-      keeps: how each kept parameter is kept, by name.
+      keeps: the stored format of each quantised parameter, by name.
       bound: a `Bound` per parameter of our model.
       layout: the layout of the checkpoint's tensors.
       read: (name of an array of our checkpoint, region) -> the values of that region.

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxscale.commands.shared import TEXT, accept_argument, continuing, import_argument, layout_arguments, layout_of
+from jaxscale.commands.shared import TEXT, calibration_arguments, continuing, layout_of
 
 
 def add(commands: Any) -> None:
@@ -33,12 +33,7 @@ def add(commands: Any) -> None:
         "also set by --gin.GPTQ.bits=4",
     )
     parser.add_argument("--data", metavar="GLOB", help="calibration text files (default: the run's training corpus)")
-    parser.add_argument("--rows", type=int, default=64, metavar="N", help="calibration rows of seq_len tokens (64)")
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="rows that are computed at once (8)")
-    parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
-    import_argument(parser)
-    accept_argument(parser)
-    layout_arguments(parser)
+    calibration_arguments(parser)
     parser.set_defaults(run_command=run)
 
 
@@ -91,9 +86,7 @@ def recipe_of(text: str, bindings: list[str]) -> Any:
     name, bracket, settings = text.strip().removeprefix("@").partition("(")
     known = [n for n, o in gin_config.registered().items() if isinstance(o, type) and issubclass(o, Recipe)]
     if name not in known:
-        raise ConfigError(
-            f"--recipe {text}: there is no recipe '{name}'{near(name, known)}; there are {', '.join(known)}"
-        )
+        raise ConfigError(f"--recipe {text}: there is no recipe '{name}'{near(name, known)}")
     if bracket and not settings.endswith(")"):
         raise ConfigError(f"--recipe {text}: the closing bracket is missing; write '@{name}(bits=4)'")
     own = [f"{name}.{part.strip()}" for part in _split(settings.removesuffix(")")) if part.strip()]

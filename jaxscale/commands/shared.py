@@ -122,6 +122,16 @@ def layout_of(args: argparse.Namespace) -> Layout | None:
     return layout
 
 
+def calibration_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of commands that compute on a run's calibration rows: which rows, which checkpoint and layout."""
+    parser.add_argument("--rows", type=int, default=64, metavar="N", help="calibration rows of seq_len tokens (64)")
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="rows that are computed at once (8)")
+    parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
+    import_argument(parser)
+    accept_argument(parser)
+    layout_arguments(parser)
+
+
 def weights_argument(parser: argparse.ArgumentParser) -> None:
     """Add the option `--weights FORMAT`; `weights_of` reads it."""
     parser.add_argument(

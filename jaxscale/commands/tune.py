@@ -7,15 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxscale.commands.shared import (
-    TEXT,
-    accept_argument,
-    continuing,
-    import_argument,
-    layout_arguments,
-    layout_of,
-    no_bindings,
-)
+from jaxscale.commands.shared import TEXT, calibration_arguments, continuing, layout_of, no_bindings
 
 
 def add(commands: Any) -> None:
@@ -34,12 +26,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps (20)")
     parser.add_argument("--codes", type=float, default=0.01, metavar="SHARE", help="codes to move at first (0.01)")
     parser.add_argument("--lr", type=float, default=0.01, metavar="LR", help="first step of scales and floats (0.01)")
-    parser.add_argument("--rows", type=int, default=64, metavar="N", help="calibration rows of seq_len tokens (64)")
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="rows that are computed at once (8)")
-    parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
-    import_argument(parser)
-    accept_argument(parser)
-    layout_arguments(parser)
+    calibration_arguments(parser)
     parser.set_defaults(run_command=run)
 
 

@@ -89,7 +89,7 @@ class Channel:
           silence: as in the class.
 
         Raises:
-          PeerLost: nobody listens there, or see the class.
+          PeerLost: no process listens at the address, or see the class.
         """
         try:
             sock = socket.create_connection(address, timeout=min(_GREETING, silence))

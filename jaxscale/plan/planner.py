@@ -17,6 +17,7 @@ from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.hardware import Topology, topology
 from jaxscale.layout import Layout
 from jaxscale.layout.mesh import parse_mesh
+from jaxscale.plan.budget import Budget, budget_of
 from jaxscale.plan.by_tracing import traced_plan, with_traced_memory
 from jaxscale.plan.collectives import Collective, collectives
 from jaxscale.plan.communication import partition, sized
@@ -26,7 +27,7 @@ from jaxscale.plan.error_bars import ErrorBar, error_bar, time_error_bar, unusua
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.partition import Partitioned
 from jaxscale.plan.printing import Printable
-from jaxscale.plan.restarts import Restarts, best_interval, slowdown
+from jaxscale.plan.restarts import Restarts
 from jaxscale.plan.roofline import StepTime, Work, step_time
 from jaxscale.plan.scopes import share_in
 from jaxscale.plan.slow_links import simulated_notes, wire_notes
@@ -35,7 +36,6 @@ from jaxscale.plan.waterfall import step_terms
 from jaxscale.plan.work import work_of
 from jaxscale.renamed import renamed
 from jaxscale.step import TrainConfig, blueprint_of, check, check_quickly
-from jaxscale.units import human_bytes
 from pallas_kernels.aot import GPUS, why_no_gpu, why_no_tpu
 
 if TYPE_CHECKING:
@@ -51,39 +51,6 @@ _REACH = {
     "memory": "memory traffic reaches",
     "link": "links reach",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Budget:
-    """Time, energy and cost of training on a number of tokens.
-
-    Args:
-      tokens: tokens to train on.
-      ideal_days: days of wall-clock time without failures and checkpoints.
-      days: expected days with failures and checkpoints.
-      failures: expected number of failures.
-      checkpoint: bytes of a checkpoint.
-      save: seconds to save a checkpoint.
-      every: seconds of training between checkpoints.
-      between: mean seconds between failures.
-      restart: seconds from a failure until training continues.
-      device_hours: hours of all devices of the hardware for `days`, including idle ones.
-      kilowatt_hours: energy at the devices' full power, without hosts, network and cooling; `None` if unknown.
-      cost: device-hours times their price; `None` without a price.
-    """
-
-    tokens: float
-    ideal_days: float
-    days: float
-    failures: float
-    checkpoint: int
-    save: float
-    every: float
-    between: float
-    restart: float
-    device_hours: float
-    kilowatt_hours: float | None
-    cost: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -456,41 +423,9 @@ def with_budget(
             raise ConfigError(f"{name} = {value:g}: must be above 0, and finite")
     if tokens is None:
         return dataclasses.replace(plan, budget=None)
-    restarts = restarts or Restarts()
     devices = _layout(plan.config).devices
-    size, between = checkpoint_bytes(plan.config), restarts.between(devices)
-    save = restarts.save(size, devices)
-    every = best_interval(save, between) if restarts.save_every is None else restarts.save_every
-    if restarts.save_every is not None and every < save:
-        raise ConfigError(
-            f"save_every = {every:g} s is less than the {save:g} s that a checkpoint of {human_bytes(size)} takes; "
-            "save more rarely, or write faster (--write-speed)"
-        )
-    ideal = tokens / plan.best.tokens_per_second
-    seconds = ideal * slowdown(every, save, between, restarts.restart_time)
-    hours = seconds / 3600 * plan.hardware.devices  # devices that the mesh leaves idle are paid for as well
-    power = plan.hardware.chip.watts if watts is None else watts
-    budget = Budget(
-        tokens,
-        ideal / 86400,
-        seconds / 86400,
-        seconds / between,
-        size,
-        save,
-        every,
-        between,
-        restarts.restart_time,
-        hours,
-        None if power is None else hours * power / 1000,
-        None if price is None else hours * price,
-    )
+    budget = budget_of(plan.config, plan.hardware, devices, plan.best.tokens_per_second, tokens, price, watts, restarts)
     return dataclasses.replace(plan, budget=budget)
-
-
-def checkpoint_bytes(config: TrainConfig) -> int:
-    """Bytes of a checkpoint: trained parameters and optimizer state, each tensor once."""
-    blueprint, _ = blueprint_of(dataclasses.replace(config, layout=_layout(config).abstract()))
-    return sum(info.nbytes for info in jax.tree.leaves(blueprint.algorithm.infos(blueprint)))
 
 
 def count_of(text: str) -> float:

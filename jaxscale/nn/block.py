@@ -15,6 +15,7 @@ from jaxscale.nn.cache import DecodeState
 from jaxscale.nn.context import Context, dropout
 from jaxscale.nn.memory import POLICIES, MemoryPolicy
 from jaxscale.nn.stats import Stats
+from jaxscale.parallel.seeds import random_products
 
 _NONE = POLICIES["none"]
 
@@ -116,12 +117,12 @@ class Block(nnx.Module):
             self.mlp.check_independent()
 
     def _attend(self, h: Array, context: Context) -> Array:
-        with jax.named_scope("attn"):
+        with jax.named_scope("attn"), random_products(context.key, context.rows, 0):
             y = self.attn(_for(self.attn, h), context)
         return self._post(self.attn_post_norm, y)
 
     def _feed(self, h: Array, context: Context) -> tuple[Array, Stats]:
-        with jax.named_scope("mlp"):
+        with jax.named_scope("mlp"), random_products(context.key, context.rows, 1):
             if reports(self.mlp):
                 y, stats = self.mlp(h, None if context.segment_ids is None else context.segment_ids != 0)
             else:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 Operand = Any
 """An operand of a product, as `Numbers` encodes it: a pytree of arrays of one rank, such as codes and their scales. An
@@ -91,6 +91,19 @@ class Numbers(abc.ABC):
           out_dtype: dtype of the result.
         """
 
+    @property
+    def random(self) -> bool:
+        """Whether an operand is rounded up or down at random, by default not."""
+        return False
+
+    def seeded(self, seed: UInt32[Array, "..."] | None) -> Numbers:
+        """Return these numbers with the random numbers of one product of one step; no longer hashable.
+
+        Args:
+          seed: one seed, or one for each row of a batch; `None` is the same in every step.
+        """
+        return self
+
     def for_stored(self) -> Numbers:
         """Return these numbers for a product with a kernel that is stored in few bits, by default the same."""
         return self
@@ -134,6 +147,10 @@ RAGGED_OUTER = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 """The dimension numbers of `Numbers.ragged_outer`."""
 
 
+PASSES = ("forward", "input_gradient", "kernel_gradient")
+"""The fields of `Arithmetic` that are numbers."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
     """How a product with a kernel is computed, and its two gradients. Hashable.
@@ -171,7 +188,21 @@ class Arithmetic:
         """
         return Arithmetic.cast(self.dtype, self.out_dtype if out_dtype is None else out_dtype)
 
+    @property
+    def random(self) -> bool:
+        """Whether an operand is rounded up or down at random."""
+        return any(getattr(self, name).random for name in PASSES)
+
+    def seeded(self, seed: UInt32[Array, "..."] | None) -> Arithmetic:
+        """Return the arithmetic with the random numbers of one product of one step; see `Numbers.seeded`.
+
+        Args:
+          seed: one seed, or one for each row of a batch, or `None`.
+        """
+        if seed is None:
+            return self
+        return dataclasses.replace(self, **{name: getattr(self, name).seeded(seed) for name in PASSES})
+
     def for_stored(self) -> Arithmetic:
         """Return the arithmetic of a product with a kernel that is stored in few bits, and not rounded again."""
-        passes = ("forward", "input_gradient", "kernel_gradient")
-        return dataclasses.replace(self, **{name: getattr(self, name).for_stored() for name in passes})
+        return dataclasses.replace(self, **{name: getattr(self, name).for_stored() for name in PASSES})

@@ -23,8 +23,9 @@ from jaxscale.errors import LayoutError
 from jaxscale.layout import constrain, current
 from jaxscale.parallel.arithmetic import Arithmetic, Dims, Numbers, Operand
 from jaxscale.parallel.reductions import sum_to
+from jaxscale.parallel.seeds import mixed
 from jaxscale.parallel.sharded import cut_over, sharded_op, where_gradients_go
-from jaxscale.parallel.weight import axes_of, used
+from jaxscale.parallel.weight import axes_of, seed_for, used
 
 Names = tuple[str, ...]
 
@@ -80,7 +81,7 @@ def gather_matmul(
     Raises:
       LayoutError: the layout in force has no such ring; the message says what it needs.
     """
-    return _gather_matmul(x, kernels, _ring_of(axes, kernels), arithmetic)
+    return _gather_matmul(x, kernels, seed_for(x, arithmetic), _ring_of(axes, kernels), arithmetic)
 
 
 def matmul_scatter(
@@ -100,7 +101,7 @@ def matmul_scatter(
     Raises:
       LayoutError: the layout in force has no such ring; the message says what it needs.
     """
-    return _matmul_scatter(h, kernel, _ring_of((axes,), (kernel,)), arithmetic)
+    return _matmul_scatter(h, kernel, seed_for(h, arithmetic), _ring_of((axes,), (kernel,)), arithmetic)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,12 +206,14 @@ def _take(x: Operand, at: Array, n: int) -> Operand:
     return jax.tree.map(one, x)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _gather_matmul(x: Array, kernels: tuple[Array, ...], ring: _Ring, arithmetic: Arithmetic) -> tuple[Array, ...]:
-    return _gather_matmul_fwd(x, kernels, ring, arithmetic)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _gather_matmul(
+    x: Array, kernels: tuple[Array, ...], seed: Array | None, ring: _Ring, arithmetic: Arithmetic
+) -> tuple[Array, ...]:
+    return _gather_matmul_fwd(x, kernels, seed, ring, arithmetic)[0]
 
 
-def _gather_matmul_fwd(x, kernels, ring, arithmetic):  # type: ignore[no-untyped-def]
+def _gather_matmul_fwd(x, kernels, seed, ring, arithmetic):  # type: ignore[no-untyped-def]
     numbers, dtype = arithmetic.forward, arithmetic.out_dtype
 
     def local(x, *weights):  # type: ignore[no-untyped-def]
@@ -227,12 +230,13 @@ def _gather_matmul_fwd(x, kernels, ring, arithmetic):  # type: ignore[no-untyped
 
     outs = tuple(_hidden(names[1:]) for names in ring.axes)
     weights = [_used(numbers, k, (0,), names) for k, names in zip(kernels, ring.axes, strict=True)]
-    return ring.wrap(local, numbers.left(x, (2,)), *weights, ins=(_STREAM, *ring.axes), outs=outs), (x, kernels)
+    return ring.wrap(local, numbers.left(x, (2,)), *weights, ins=(_STREAM, *ring.axes), outs=outs), (x, kernels, seed)
 
 
 def _gather_matmul_bwd(ring, arithmetic, residuals, dys):  # type: ignore[no-untyped-def]
-    x, kernels = residuals
+    x, kernels, seed = residuals
     to_x, to_kernel = arithmetic.input_gradient, arithmetic.kernel_gradient
+    each = [arithmetic.seeded(None if seed is None else mixed(seed + jnp.uint32(i))) for i in range(len(kernels))]
 
     def local(x, *rest):  # type: ignore[no-untyped-def]
         weights, dys, others = rest[: len(kernels)], rest[len(kernels) : -len(kernels)], rest[-len(kernels) :]
@@ -255,22 +259,24 @@ def _gather_matmul_bwd(ring, arithmetic, residuals, dys):  # type: ignore[no-unt
 
     hidden = tuple(_hidden(names[1:]) for names in ring.axes)
     weights = [_used(to_x, k, range(1, k.ndim), names) for k, names in zip(kernels, ring.axes, strict=True)]
-    cotangents = [to_x.left(dy, range(2, dy.ndim)) for dy in dys]
-    arguments = (to_kernel.left(x, (0, 1)), *weights, *cotangents, *(to_kernel.right(dy, (0, 1)) for dy in dys))
+    cotangents = [a.input_gradient.left(dy, range(2, dy.ndim)) for a, dy in zip(each, dys, strict=True)]
+    others = [a.kernel_gradient.right(dy, (0, 1)) for a, dy in zip(each, dys, strict=True)]
+    arguments = (to_kernel.left(x, (0, 1)), *weights, *cotangents, *others)
     ins = (_STREAM, *ring.axes, *hidden, *hidden)
     dx, *dws = ring.wrap(local, *arguments, ins=ins, outs=(_STREAM, *ring.axes), grads=len(kernels))
-    return dx.astype(x.dtype), tuple(_as_gradient(d, k, a) for d, k, a in zip(dws, kernels, ring.axes, strict=True))
+    gradients = tuple(_as_gradient(d, k, a) for d, k, a in zip(dws, kernels, ring.axes, strict=True))
+    return dx.astype(x.dtype), gradients, None
 
 
 _gather_matmul.defvjp(_gather_matmul_fwd, _gather_matmul_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _matmul_scatter(h: Array, kernel: Array, ring: _Ring, arithmetic: Arithmetic) -> Array:
-    return _matmul_scatter_fwd(h, kernel, ring, arithmetic)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _matmul_scatter(h: Array, kernel: Array, seed: Array | None, ring: _Ring, arithmetic: Arithmetic) -> Array:
+    return _matmul_scatter_fwd(h, kernel, seed, ring, arithmetic)[0]
 
 
-def _matmul_scatter_fwd(h, kernel, ring, arithmetic):  # type: ignore[no-untyped-def]
+def _matmul_scatter_fwd(h, kernel, seed, ring, arithmetic):  # type: ignore[no-untyped-def]
     (names,), numbers, dtype = ring.axes, arithmetic.forward, arithmetic.out_dtype
 
     def local(h, w):  # type: ignore[no-untyped-def]
@@ -280,15 +286,17 @@ def _matmul_scatter_fwd(h, kernel, ring, arithmetic):  # type: ignore[no-untyped
     summed = range(kernel.ndim - 1)
     arguments = numbers.left(h, range(2, h.ndim)), _used(numbers, kernel, summed, names)
     (y,) = ring.wrap(local, *arguments, ins=(_hidden(names[:-1]), names), outs=(_STREAM,))
-    return y, (h, kernel)
+    return y, (h, kernel, seed)
 
 
 def _matmul_scatter_bwd(ring, arithmetic, residuals, dy):  # type: ignore[no-untyped-def]
-    (h, kernel), (names,), dtype = residuals, ring.axes, arithmetic.dtype
+    (h, kernel, seed), (names,), dtype = residuals, ring.axes, arithmetic.dtype
+    arithmetic = arithmetic.seeded(seed)
     to_h, to_kernel = arithmetic.input_gradient, arithmetic.kernel_gradient
 
-    # If only the product for dh rounds, dy travels once, as it is, and is rounded on arrival.
-    apart = to_kernel.rounds
+    # If only the product for dh rounds, dy travels once, as it is, and is rounded on arrival (but not at random, since
+    # an element's random number is that of its place in the whole array).
+    apart = to_kernel.rounds or to_h.random
     cut = (cut_over("batch"), cut_over("residual_seq"), ())
 
     def local(h, w, *travelling):  # type: ignore[no-untyped-def]
@@ -309,7 +317,7 @@ def _matmul_scatter_bwd(ring, arithmetic, residuals, dy):  # type: ignore[no-unt
     arguments = to_kernel.left(h, (0, 1)), _used(to_h, kernel, (kernel.ndim - 1,), names), *travelling
     ins = (_hidden(names[:-1]), names, *(_STREAM,) * len(travelling))
     dh, dw = ring.wrap(local, *arguments, ins=ins, outs=(_hidden(names[:-1]), names), grads=1)
-    return dh.astype(h.dtype), _as_gradient(dw, kernel, names)
+    return dh.astype(h.dtype), _as_gradient(dw, kernel, names), None
 
 
 _matmul_scatter.defvjp(_matmul_scatter_fwd, _matmul_scatter_bwd)

@@ -8,11 +8,13 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxscale.parallel.arithmetic import Arithmetic
-from jaxscale.parallel.weight import Axes, Weight, input_gradient, kernel_gradient, product, product_forward
+from jaxscale.parallel.seeds import mixed
+from jaxscale.parallel.weight import Axes, Weight, input_gradient, kernel_gradient, product, product_forward, seed_for
 
 
 @dataclasses.dataclass(eq=False)
@@ -85,30 +87,41 @@ class Deferred(Weight):
         """Return the product; its backward pass returns input and output cotangent instead of the kernel's gradient."""
         if self.dy is not None:
             keep = self.x is not None
-            return _deferred_product(x, self.kernel, self.x, self.dy, axes, contracted, arithmetic, keep)
+            seed = seed_for(x, arithmetic)
+            return _deferred_product(x, self.kernel, self.x, self.dy, seed, axes, contracted, arithmetic, keep)
         y = product(x, self.kernel, axes, contracted, arithmetic)
         x_axes = tuple(a for i, a in enumerate(axes) if i in contracted)
         y_axes = tuple(a for i, a in enumerate(axes) if i not in contracted)
         gradient = partial(
-            kernel_gradient, axes=axes, contracted=contracted, arithmetic=arithmetic, kernel_dtype=self.kernel.dtype
+            _later, axes=axes, contracted=contracted, arithmetic=arithmetic, kernel_dtype=self.kernel.dtype
         )
         assert self.uses is not None
         self.uses.products.append(Use(x, y, x_axes, y_axes, gradient))
         return y
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
-def _deferred_product(x, kernel, x_slot, dy_slot, axes, contracted, arithmetic, keep):  # type: ignore[no-untyped-def]
+def _later(x: Array, dy: Array, *, arithmetic: Arithmetic, **settings: Any) -> Array:
+    """Return the kernel's gradient. The seed of its random numbers is of dy, since a stage keeps nothing else."""
+    if arithmetic.kernel_gradient.random:
+        bits = jax.lax.bitcast_convert_type(dy.astype(jnp.float32), jnp.uint32)
+        arithmetic = arithmetic.seeded(mixed(jnp.sum(bits, dtype=jnp.uint32)))
+    return kernel_gradient(x, dy, arithmetic=arithmetic, **settings)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+def _deferred_product(x, kernel, x_slot, dy_slot, seed, axes, contracted, arithmetic, keep):  # type: ignore[no-untyped-def]
     return product_forward(x, kernel, axes, contracted, arithmetic)[0]
 
 
-def _deferred_product_forward(x, kernel, x_slot, dy_slot, axes, contracted, arithmetic, keep):  # type: ignore[no-untyped-def]
-    return product_forward(x, kernel, axes, contracted, arithmetic)
+def _deferred_product_forward(x, kernel, x_slot, dy_slot, seed, axes, contracted, arithmetic, keep):  # type: ignore[no-untyped-def]
+    y, residuals = product_forward(x, kernel, axes, contracted, arithmetic)
+    return y, (*residuals, seed)
 
 
 def _deferred_product_backward(axes, contracted, arithmetic, keep, residuals, dy):  # type: ignore[no-untyped-def]
-    x, kernel = residuals
-    return input_gradient(x, kernel, dy, axes, contracted, arithmetic), None, x if keep else None, dy
+    x, kernel, seed = residuals
+    dx = input_gradient(x, kernel, dy, axes, contracted, arithmetic.seeded(seed))
+    return dx, None, x if keep else None, dy, None
 
 
 _deferred_product.defvjp(_deferred_product_forward, _deferred_product_backward)

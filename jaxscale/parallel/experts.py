@@ -21,6 +21,7 @@ from jaxscale.layout import constrain, current
 from jaxscale.layout.rules import Kind
 from jaxscale.parallel.arithmetic import Arithmetic, Cut, Numbers
 from jaxscale.parallel.expert_exchange import Exchange, carry, move
+from jaxscale.parallel.seeds import mixed, next_seed
 from jaxscale.parallel.sharded import cut_over, free_and_manual
 
 TOKENS = ("expert_batch", "expert_seq", "embed")
@@ -123,10 +124,10 @@ def expert_mlp(
     """
     if isinstance(routed, Slots):
         capacity = Capacity(routed.token.shape[3], x.shape[1] // routed.token.shape[1])
-    x = x.astype(arithmetic.dtype)
+    x, seed = x.astype(arithmetic.dtype), next_seed() if arithmetic.random else None
     layout, (free, manual) = current(), free_and_manual()
     if layout is None or not free:
-        return _local(x, routed, weights, weights, _Settings(act, arithmetic, capacity))
+        return _local(x, routed, weights, weights, seed, _Settings(act, arithmetic, capacity))
     settings = _settings(act, arithmetic, capacity)
     if gathered:
         settings = dataclasses.replace(settings, gathered=(), scattered=())
@@ -157,17 +158,18 @@ def expert_mlp(
     weights = jax.tree.map(lax.stop_gradient, weights)
     stack = lax.with_sharding_constraint(jnp.broadcast_to(x, (copies, *x.shape)), tokens)
     y = jax.shard_map(
-        lambda x, routed, weights, taps: _local(x[0], routed, weights, taps, settings)[None],
+        lambda x, routed, weights, taps, seed: _local(x[0], routed, weights, taps, seed, settings)[None],
         in_specs=(
             tokens,
             jax.tree.map(lambda r: PartitionSpec(*route[: r.ndim]), routed),
             kernels(settings.gathered),
             kernels(settings.scattered),
+            PartitionSpec(),
         ),
         out_specs=tokens,
         axis_names=free if manual else set(),
         check_vma=False,  # copies differ until they are summed
-    )(stack, routed, weights, taps)
+    )(stack, routed, weights, taps, seed)
     # in y's dtype, and with a constant initial value, without which the derivative is computed slice by slice
     return constrain(lax.reduce(y, np.zeros([], y.dtype), lax.add, (0,)), *TOKENS)
 
@@ -283,9 +285,14 @@ def check_groups(seq: int, capacity: Capacity, *, dropless: bool = False) -> Non
         )
 
 
-def _local(x: Array, routed: Choices | Slots, weights: Weights, taps: Weights, settings: _Settings) -> Array:
+def _local(
+    x: Array, routed: Choices | Slots, weights: Weights, taps: Weights, seed: Array | None, settings: _Settings
+) -> Array:
     """The layer on one device, with its tokens and its experts."""
-    apply = functools.partial(_mlp, weights=weights, taps=taps, settings=settings)
+    if seed is not None:  # places are counted on each device, which has random numbers of its own
+        for m in dict.fromkeys((*settings.tokens, *settings.experts, *settings.mlp)):
+            seed = mixed(seed + lax.axis_index(m).astype(jnp.uint32))
+    apply = functools.partial(_mlp, weights=weights, taps=taps, seed=seed, settings=settings)
     local_experts = weights.up.shape[0]
     if settings.capacity is None:
         assert isinstance(routed, Choices)
@@ -402,7 +409,14 @@ def _place(ids: Array, local_experts: int, settings: _Settings) -> Array:
 
 
 def _mlp(
-    rows: Array, scale: Array, sizes: Array | None = None, *, weights: Weights, taps: Weights, settings: _Settings
+    rows: Array,
+    scale: Array,
+    sizes: Array | None = None,
+    *,
+    weights: Weights,
+    taps: Weights,
+    seed: Array | None,
+    settings: _Settings,
 ) -> Array:
     """Apply each expert to its rows, and multiply by `scale`, float32.
 
@@ -411,20 +425,29 @@ def _mlp(
     product and the exchange.
     """
 
-    def product(rows: Array, kernel: Array, tap: Array, embed: int) -> Array:
-        return _product(rows, kernel, tap, sizes, embed, settings)
+    def product(number: int, rows: Array, kernel: Array, tap: Array, embed: int) -> Array:
+        own = None if seed is None else mixed(seed + jnp.uint32(number))
+        return _product(rows, kernel, tap, sizes, own, embed, settings)
 
-    up = checkpoint_name(product(rows, weights.up, taps.up, 1), "mlp_up")
+    up = checkpoint_name(product(0, rows, weights.up, taps.up, 1), "mlp_up")
     if weights.gate is None or taps.gate is None:
         h = settings.act(up)
     else:
-        h = settings.act(checkpoint_name(product(rows, weights.gate, taps.gate, 1), "mlp_up")) * up
+        h = settings.act(checkpoint_name(product(1, rows, weights.gate, taps.gate, 1), "mlp_up")) * up
     h = (checkpoint_name(h, "mlp_hidden") * scale).astype(settings.arithmetic.dtype)
-    return product(h, weights.down, taps.down, 2)
+    return product(2, h, weights.down, taps.down, 2)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _product(rows: Array, kernel: Array, tap: Array, sizes: Array | None, embed: int, settings: _Settings) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _product(
+    rows: Array,
+    kernel: Array,
+    tap: Array,
+    sizes: Array | None,
+    seed: Array | None,
+    embed: int,
+    settings: _Settings,
+) -> Array:
     """Multiply rows by their expert's matrix; the derivative is custom for the reasons given in `project`.
 
     Args:
@@ -432,22 +455,24 @@ def _product(rows: Array, kernel: Array, tap: Array, sizes: Array | None, embed:
       kernel: (x, in, out), whose dimension `embed` is sharded over `settings.gathered`.
       tap: gets the kernel's gradient, in its dtype; its dimension `embed` is sharded over `settings.scattered`.
       sizes: rows of each expert, int, or `None`.
+      seed: of random numbers, or `None`.
       embed: 1 or 2.
       settings: mesh axes, and the numbers of the product.
     """
-    return _product_fwd(rows, kernel, tap, sizes, embed, settings)[0]
+    return _product_fwd(rows, kernel, tap, sizes, seed, embed, settings)[0]
 
 
-def _product_fwd(rows, kernel, tap, sizes, embed, settings):  # type: ignore[no-untyped-def]
+def _product_fwd(rows, kernel, tap, sizes, seed, embed, settings):  # type: ignore[no-untyped-def]
     numbers = settings.arithmetic.forward
     y = _grouped(numbers, rows, kernel, 1, sizes, embed, settings)
-    return y.astype(settings.arithmetic.out_dtype), (rows, kernel, sizes)
+    return y.astype(settings.arithmetic.out_dtype), (rows, kernel, sizes, seed)
 
 
 def _product_bwd(embed, settings, residuals, dy):  # type: ignore[no-untyped-def]
-    rows, kernel, sizes = residuals
-    drows = _grouped(settings.arithmetic.input_gradient, dy, kernel, 2, sizes, embed, settings).astype(rows.dtype)
-    numbers = settings.arithmetic.kernel_gradient
+    rows, kernel, sizes, seed = residuals
+    arithmetic = settings.arithmetic.seeded(seed)
+    drows = _grouped(arithmetic.input_gradient, dy, kernel, 2, sizes, embed, settings).astype(rows.dtype)
+    numbers = arithmetic.kernel_gradient
     summed, batch = ((0,), ()) if sizes is not None else ((0, 2), (1,))
     left, right = (
         encode(a, summed, batch, (*settings.lead(sizes), cut))
@@ -459,7 +484,7 @@ def _product_bwd(embed, settings, residuals, dy):  # type: ignore[no-untyped-def
         dkernel = numbers.ragged_outer(left, right, sizes, kernel.dtype)
     if settings.scattered:
         dkernel = lax.psum_scatter(dkernel, settings.scattered, scatter_dimension=embed, tiled=True)
-    return drows, None, dkernel, None
+    return drows, None, dkernel, None, None
 
 
 _product.defvjp(_product_fwd, _product_bwd)

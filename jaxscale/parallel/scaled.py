@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int, Num, UInt32
 
 from jaxscale.errors import ConfigError
 from jaxscale.parallel.arithmetic import RAGGED_OUTER, Cut, Dims, Numbers
+from jaxscale.parallel.seeds import uniform
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 """The types of codes, and the largest number of each. -128 is not used, so that int8 is symmetric."""
@@ -70,6 +71,7 @@ class Scaled(Numbers):
       block: the consecutive terms of a sum that share a scale, along the last summed dimension; `None` is all.
       powers: scales are powers of two, rounded up, stored in a byte (the type E8M0).
       stochastic: round the cotangent up or down at random, which operand it is: "left", "right" or "".
+      seed: of the random numbers, see `seeded`; `None` is the same in every step.
     """
 
     left_type: str
@@ -79,6 +81,18 @@ class Scaled(Numbers):
     block: int | None = None
     powers: bool = False
     stochastic: str = ""
+    seed: UInt32[Array, "..."] | None = None
+
+    @property
+    def random(self) -> bool:
+        """See `Numbers`."""
+        return bool(self.stochastic)
+
+    def seeded(self, seed: UInt32[Array, "..."] | None) -> Scaled:
+        """See `Numbers`."""
+        if seed is None or not self.stochastic:
+            return self
+        return dataclasses.replace(self, seed=seed ^ jnp.uint32(0x6C078965) if self.stochastic == "right" else seed)
 
     def left(self, a: Float[Array, "..."], dims: Sequence[int], batch: Sequence[int] = (), cut: Cut = ()) -> Coded:
         """See `Numbers`."""
@@ -182,7 +196,10 @@ class Scaled(Numbers):
         for d, (n, m) in enumerate(zip(a.shape, scale.shape, strict=True)):
             scale = jnp.repeat(scale, n // m, d) if 1 < m < n else scale
         codes = jnp.clip(a / scale, -largest_code, largest_code)
-        codes = rounded_at_random(codes, name) if stochastic else jnp.round(codes) if name == "int8" else codes
+        if stochastic:
+            codes = rounded_at_random(codes, name, self.seed)
+        elif name == "int8":
+            codes = jnp.round(codes)
         return Coded(codes.astype(name), stored)
 
 
@@ -243,29 +260,21 @@ def powers_of_two(exponents: Int[Array, "..."]) -> Float[Array, "..."]:
     return jnp.where(exponents == 255, jnp.nan, power)
 
 
-def rounded_at_random(a: Float[Array, "..."], name: str) -> Float[Array, "..."]:
+def rounded_at_random(
+    a: Float[Array, "..."], name: str, seed: UInt32[Array, "..."] | None = None
+) -> Float[Array, "..."]:
     """Round numbers to a type's up or down, with probabilities by which the mean is the number.
 
-    The random number of an element is a hash of its place in the array: it is the same in every step and on every
-    layout, which suits operands that differ from step to step.
+    The random number of an element is a hash of the seed and of its place in the array, the same on every layout.
 
     Args:
       a: float32, in the type's range.
       name: a key of `LARGEST`.
+      seed: one seed, or one for each index of the first dimension; see `jaxscale.parallel.seeds`.
     """
     unit = jnp.ones_like(a)
     if name != "int8":
         info = jnp.finfo(name)
         exponent = lax.bitcast_convert_type(lax.bitcast_convert_type(a, jnp.uint32) & 0x7F800000, jnp.float32)
         unit = jnp.maximum(exponent, jnp.float32(info.smallest_normal)) * jnp.float32(2.0**-info.nmant)
-    return jnp.floor(a / unit + _uniform(a.shape)) * unit
-
-
-def _uniform(shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """Return numbers from 0 to 1, a hash of each place."""
-    bits = jnp.full(shape, 0x9E3779B9, jnp.uint32)
-    for d in range(len(shape)):
-        bits = (bits ^ lax.broadcasted_iota(jnp.uint32, shape, d)) * jnp.uint32(0x85EBCA6B)
-        bits = (bits ^ (bits >> 15)) * jnp.uint32(0xC2B2AE35)
-        bits = bits ^ (bits >> 13)
-    return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
+    return jnp.floor(a / unit + uniform(a.shape, seed)) * unit

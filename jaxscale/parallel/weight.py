@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from jaxscale.layout import TensorInfo, constrain, in_use, path_name, unfill
 from jaxscale.layout.tensors import Tree
 from jaxscale.parallel.arithmetic import Arithmetic, Operand
+from jaxscale.parallel.seeds import seed_of_rows
 from jaxscale.parallel.sharded import cut_over
 
 Axes = tuple[str, ...]
@@ -141,11 +142,25 @@ def as_weight(value: Array | Weight) -> Weight:
     return value if isinstance(value, Weight) else Dense(value)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def product(
     x: Float[Array, "..."], kernel: Array, axes: Axes, contracted: tuple[int, ...], arithmetic: Arithmetic
 ) -> Float[Array, "..."]:
     """Compute `x · kernel` for an array; see `jaxscale.nn.project`. An array of integers has no gradient."""
+    return _product(x, kernel, seed_for(x, arithmetic), axes, contracted, arithmetic)
+
+
+def seed_for(x: Array, arithmetic: Arithmetic) -> Array | None:
+    """Return the seed of a product's random numbers, or `None` if it has none.
+
+    Args:
+      x: the product's input, whose first dimension is the batch.
+      arithmetic: its numbers.
+    """
+    return seed_of_rows(x) if arithmetic.random else None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _product(x, kernel, seed, axes, contracted, arithmetic):  # type: ignore[no-untyped-def]
     return product_forward(x, kernel, axes, contracted, arithmetic)[0]
 
 
@@ -159,15 +174,21 @@ def product_forward(x, kernel, axes, contracted, arithmetic):  # type: ignore[no
     return checkpoint_name(y, ROUNDED) if numbers.rounds else y, (x, kernel)
 
 
+def _forward(x, kernel, seed, axes, contracted, arithmetic):  # type: ignore[no-untyped-def]
+    y, residuals = product_forward(x, kernel, axes, contracted, arithmetic)
+    return y, (*residuals, seed)
+
+
 def _backward(axes, contracted, arithmetic, residuals, dy):  # type: ignore[no-untyped-def]
-    x, kernel = residuals
+    x, kernel, seed = residuals
+    arithmetic = arithmetic.seeded(seed)
     dx = input_gradient(x, kernel, dy, axes, contracted, arithmetic)
     if not jnp.issubdtype(kernel.dtype, jnp.inexact):
-        return dx, None
-    return dx, unfill(kernel_gradient(x, dy, axes, contracted, arithmetic, kernel.dtype), kernel.shape, *axes)
+        return dx, None, None
+    return dx, unfill(kernel_gradient(x, dy, axes, contracted, arithmetic, kernel.dtype), kernel.shape, *axes), None
 
 
-product.defvjp(product_forward, _backward)
+_product.defvjp(_forward, _backward)
 
 
 def input_gradient(x, kernel, dy, axes, contracted, arithmetic):  # type: ignore[no-untyped-def]

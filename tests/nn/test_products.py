@@ -21,6 +21,7 @@ from jaxscale.nn.products import layers_of
 from jaxscale.parallel import Arithmetic, experts
 from jaxscale.parallel.collective_matmul import gather_matmul, matmul_scatter
 from jaxscale.parallel.scaled import INT32_TERMS, exponents, powers_of_two, rounded_at_random
+from jaxscale.parallel.seeds import random_products
 from jaxscale.plan import compile_for, topology_devices
 from jaxscale.plan.collectives import collectives
 from jaxscale.step.number_types import check_number_types
@@ -303,6 +304,56 @@ def test_numbers_rounded_at_random_are_neighbours_and_right_on_average(name):
     assert len(np.unique(y)) == 2
     np.testing.assert_array_equal(y, y.astype(name).astype(np.float32))
     assert abs(y.mean() - 3.3) < 0.01
+
+
+def products_of(x, kernel, dy, key, *, rows=None, number=0, times=1):
+    """Return the cotangents of a layer's input and kernel, of each of its equal products, rounded at random."""
+    arithmetic = Int8(kernel_gradient=True, stochastic=True).arithmetic("float32")
+    with random_products(key, rows, number):
+        pulls = [jax.vjp(lambda x, k: project(x, k, ("embed", "mlp"), (0,), arithmetic), x, kernel)[1]
+                 for _ in range(times)]  # fmt: skip
+    return [pull(dy) for pull in pulls]
+
+
+def test_random_numbers_differ_in_each_step_and_product_and_are_those_of_the_key():
+    x, kernel, dy = map(jnp.asarray, arrays((B, S, E), (E, F), (B, S, F)))
+    key = jax.random.key(0)
+    one, other = products_of(x, kernel, dy, key, times=2)
+    again, layer, step = (products_of(x, kernel, dy, k, number=n)[0]
+                          for k, n in ((key, 0), (key, 1), (jax.random.fold_in(key, 1), 0)))  # fmt: skip
+    assert_leaves_agree(again, one)
+    for different in (other, layer, step):
+        for a, b in zip(different, one, strict=True):
+            assert 1e-3 < np.linalg.norm(a - b) / np.linalg.norm(b) < 0.1
+
+
+def test_random_numbers_are_the_same_for_a_part_of_the_batch_and_on_every_layout():
+    x, kernel, dy = map(jnp.asarray, arrays((4, S, E), (E, F), (4, S, F)))
+    key = jax.random.key(0)
+    want = products_of(x, kernel, dy, key)[0]
+    part = products_of(x[2:], kernel, dy[2:], key, rows=jnp.array([2, 3]))[0]
+    assert_leaves_agree(part[0], want[0][2:])
+    with Layout("data=2,fsdp=2,tensor=2"):
+        assert_leaves_agree(jax.jit(products_of)(x, kernel, dy, key)[0], want)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "layout, settings",
+    [
+        (Layout("fsdp=2,tensor=2", sequence_sharded=True), dict(overlap=("attention", "mlp"))),
+        (Layout("data=2,expert=2"), dict(mlp=MixtureOfExperts(experts=4))),
+        (Layout("pipeline=2,fsdp=2", pipeline="zb-h1"), {}),
+    ],
+    ids=["overlap", "experts", "pipeline"],
+)
+def test_gradients_rounded_at_random_are_right_and_repeat_on_a_layout(layout, settings):
+    batch, recipe = random_batch(64, seq=16), Int8(kernel_gradient=True, stochastic=True)
+    run = lambda p: np.concatenate([a.ravel() for a in jax.tree.leaves(  # noqa: E731
+        train(model(p, **settings), layout, batch=batch, steps=1).gradients)])  # fmt: skip
+    one, two, plain = run(recipe), run(recipe), run(None)
+    np.testing.assert_array_equal(one, two)
+    assert 1e-3 < np.linalg.norm(one - plain) / np.linalg.norm(plain) < 0.2
 
 
 def test_powers_of_two_are_rounded_up_and_stored_in_a_byte():

@@ -20,7 +20,7 @@ from jaxscale.nn.formats.kernels import kernel_product
 from jaxscale.nn.formats.numbers import from_table, numbers_of
 from jaxscale.nn.formats.packing import pack, unit, unpack
 from jaxscale.parallel import Arithmetic, Cast, Weight
-from jaxscale.parallel.weight import kernel_gradient
+from jaxscale.parallel.weight import kernel_gradient, seed_for
 
 
 @jax.tree_util.register_dataclass
@@ -130,7 +130,8 @@ class StoredWeight(Weight):
 
         They pass the rounding of activations as if there were none.
         """
-        return _product(x, self, axes, contracted, self.arithmetic(arithmetic))
+        arithmetic = self.arithmetic(arithmetic)
+        return _product(x, self, seed_for(x, arithmetic), axes, contracted, arithmetic)
 
     def arithmetic(self, arithmetic: Arithmetic) -> Arithmetic:
         """See `Weight`: the numbers of kernels that are stored in few bits."""
@@ -189,17 +190,17 @@ def _names(shape: tuple[int, ...], kernel: tuple[int, ...], axes: tuple[str | No
     return tuple(a if m > 1 or n == 1 else None for m, n, a in pairs) + (None,) * (len(shape) - len(kernel))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _product(x, weight, axes, contracted, arithmetic):  # type: ignore[no-untyped-def]
-    return _forward(x, weight, axes, contracted, arithmetic)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _product(x, weight, seed, axes, contracted, arithmetic):  # type: ignore[no-untyped-def]
+    return _forward(x, weight, seed, axes, contracted, arithmetic)[0]
 
 
-def _forward(x, weight, axes, contracted, arithmetic):  # type: ignore[no-untyped-def]
+def _forward(x, weight, seed, axes, contracted, arithmetic):  # type: ignore[no-untyped-def]
     if weight.activations is not None:
         y = weight.multiplied(x, axes, contracted).astype(arithmetic.out_dtype)
     else:
         y = _dot(x, weight, axes, contracted, arithmetic.dtype, arithmetic.forward, arithmetic.out_dtype)
-    return y, (x, weight)  # not the kernel, so that no dense copy is held
+    return y, (x, weight, seed)  # not the kernel, so that no dense copy is held
 
 
 def _dot(x, weight, axes, summed, dtype, numbers, out_dtype):  # type: ignore[no-untyped-def]
@@ -214,11 +215,12 @@ def _dot(x, weight, axes, summed, dtype, numbers, out_dtype):  # type: ignore[no
 
 
 def _backward(axes, contracted, arithmetic, residuals, dy):  # type: ignore[no-untyped-def]
-    x, weight = residuals
+    x, weight, seed = residuals
+    arithmetic = arithmetic.seeded(seed)
     rest = tuple(d for d in range(len(axes)) if d not in contracted)
     dx = _dot(dy, weight, axes, rest, arithmetic.dtype, arithmetic.input_gradient, x.dtype)
     dkernel = kernel_gradient(x, dy, axes, contracted, arithmetic, jnp.float32)
-    return dx, jax.vjp(lambda w: w.dense(), weight)[1](dkernel)[0]
+    return dx, jax.vjp(lambda w: w.dense(), weight)[1](dkernel)[0], None
 
 
 _product.defvjp(_forward, _backward)

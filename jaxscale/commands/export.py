@@ -20,6 +20,7 @@ def add(commands: Any) -> None:
         "  jaxscale export runs/qwen3-tuned models/qwen3-tuned\n"
         "  jaxscale export runs/demo-1 models/demo --family llama --dtype bfloat16\n"
         "  jaxscale export runs/lora-1 models/lora --adapters\n"
+        "  jaxscale export runs/demo-int4 models/demo-int4 --as compressed-tensors\n"
         "  jaxscale export runs/qwen3-tuned models/tuned.gguf --type q8_0",
         formatter_class=TEXT,
     )
@@ -36,6 +37,12 @@ def add(commands: Any) -> None:
         "--as-imported",
         action="store_true",
         help="write quantised weights that the import kept as they were (default: dense)",
+    )
+    parser.add_argument(
+        "--as",
+        dest="stored_as",
+        metavar="LAYOUT",
+        help="write the codes of a quantised run as compressed-tensors, gptq or awq (default: dense)",
     )
     parser.add_argument(
         "--adapters",
@@ -66,6 +73,8 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         return _gguf(args)
     if args.type is not None:
         raise ConfigError(f"--type {args.type} is for GGUF files; name one, such as {args.out}.gguf, or leave it out")
+    if args.stored_as is not None and args.as_imported:
+        raise ConfigError(f"--as {args.stored_as} and --as-imported each name a layout; leave one of them out")
     if args.base is not None:
         raise ConfigError("--base names the base model of adapters; add --adapters or leave it out")
     size = 5.0 if args.shard_size is None else args.shard_size
@@ -82,6 +91,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         "step": args.step,
         "dtype": args.dtype,
         "as_imported": args.as_imported,
+        "stored_as": args.stored_as,
         "say": _say,
     }
     out = export_checkpoint(load(args.run), args.out, shard_bytes=int(size * 10**9), **options)
@@ -104,6 +114,7 @@ def _gguf(args: argparse.Namespace) -> int:
         ("--shard-size", args.shard_size),
         ("--base", args.base),
         ("--as-imported", args.as_imported or None),
+        ("--as", args.stored_as),
     ):
         if present is not None:
             raise ConfigError(f"{name} is for Hugging Face folders; leave it out, or use --type for a GGUF file")
@@ -125,6 +136,7 @@ def _adapters(args: argparse.Namespace) -> int:
         ("--check", args.check),
         ("--shard-size", args.shard_size is not None),
         ("--as-imported", args.as_imported),
+        ("--as", args.stored_as is not None),
     )
     for name, present in whole:
         if present:

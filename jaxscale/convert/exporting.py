@@ -12,19 +12,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxscale.convert import exporting_stored
 from jaxscale.data import HFTokenizer
 from jaxscale.errors import CheckpointError, RunError, near
 from jaxscale.interop import FAMILIES, Family, copy_companions, family_for, same_model
 from jaxscale.interop.companions import CONFIG, GENERATION
 from jaxscale.interop.fields import Fields
-from jaxscale.interop.kept import FACTS, Keep, tensors_as_kept
-from jaxscale.interop.maps import Bound, Region
+from jaxscale.interop.maps import Region
 from jaxscale.interop.pretrained import PRECISIONS
-from jaxscale.interop.stored import FIELD, layout_of
-from jaxscale.interop.stored.layout import Kind
-from jaxscale.interop.write import Written, plain_tensors, write_tensors
+from jaxscale.interop.stored import FIELD
+from jaxscale.interop.write import plain_tensors, write_tensors
 from jaxscale.models import Learned, TransformerConfig
-from jaxscale.nn.formats import ByName, Stored
 from jaxscale.run import Run
 from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.state import describe_model
@@ -49,6 +47,7 @@ def export_checkpoint(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     as_imported: bool = False,
+    stored_as: str | None = None,
     say: Callable[[str], None] = log.warning,
 ) -> Path:
     """Write a run's parameters as a Hugging Face folder, which `transformers` and others read.
@@ -68,13 +67,15 @@ def export_checkpoint(
       shard_bytes: most bytes of a safetensors file.
       as_imported: write quantised weights that an import kept in the layout that they came in, bit for bit; by default
         as plain arrays.
+      stored_as: write the codes and scales of a quantised run in this layout: "compressed-tensors", "gptq" or "awq".
       say: prints a line.
 
     Returns:
       the folder.
 
     Raises:
-      CheckpointError: no family, or not the requested one, can express the model; the checkpoint is of another model.
+      CheckpointError: no family, or not the requested one, can express the model; the checkpoint is of another model;
+        the layout does not hold the run's format of weights.
       RunError: `out` exists already, or the run has no checkpoint.
     """
     run = run if isinstance(run, Run) else Run(run)
@@ -84,10 +85,16 @@ def export_checkpoint(
     imported = run.imported
     model = dataclasses.replace(model, param_dtype=dtype or model.param_dtype)
     bound = chosen.bind(model)
-    sources = _as_kept(run, step, bound) if as_imported else plain_tensors(bound, Blocks(run, step).read)
+    quantised: dict[str, Any] = {}
+    if stored_as is not None:
+        sources, quantised = exporting_stored.in_layout(run, step, bound, stored_as, model.param_dtype)
+    elif as_imported:
+        sources = exporting_stored.as_imported(run, step, bound)
+    else:
+        sources = plain_tensors(bound, Blocks(run, step).read)
     written = run.checkpoints.manifest(step).get("time")  # a step may be written again
     mark = json.dumps(
-        [run.info.get("id"), step, written, chosen.model_type, model.param_dtype, shard_bytes, as_imported]
+        [run.info.get("id"), step, written, chosen.model_type, model.param_dtype, shard_bytes, as_imported, stored_as]
     )
     _claim(out, mark, say)
     try:
@@ -97,6 +104,8 @@ def export_checkpoint(
         else:
             _write_companions(run, out, say)
         about = source if as_imported else _config(chosen, model, source, length, run)
+        if quantised:
+            about[FIELD] = quantised
         write_text(out / CONFIG, json.dumps(about, indent=2) + "\n")
         (out / _UNFINISHED).unlink()
         upload(out)
@@ -105,27 +114,6 @@ def export_checkpoint(
             f"{out} could not be written: {e.strerror or e}; start the export again to continue it"
         ) from e
     return out
-
-
-def _as_kept(run: Run, step: int, bound: list[Bound]) -> dict[str, Written]:
-    """Return the tensors of a run whose quantised weights an import kept."""
-    facts, imported = run.info.get(FACTS), run.imported
-    if not facts or imported is None or not isinstance(run.config.stored, ByName):
-        raise CheckpointError(f"{run.place} has no quantised weights that an import kept; leave out --as-imported")
-    layout, _ = layout_of(imported.config, str(imported.folder / CONFIG))
-    infos = {i.path: i for i in jax.tree.leaves(describe_model(run.config.model)[1])}
-    keeps = {}
-    for b in bound:
-        if b.name in facts:
-            own = run.config.stored.of(infos[b.name])
-            assert isinstance(own, Stored)
-            keeps[b.name] = Keep(b, infos[b.name].contracted or (), Kind(**facts[b.name]), own)
-    arrays = run.checkpoints.arrays(step)
-
-    def read(name: str, region: Region) -> np.ndarray:
-        return arrays.read(f"params/{name}", [region])[region]
-
-    return tensors_as_kept(keeps, bound, layout, read)
 
 
 def export_target(

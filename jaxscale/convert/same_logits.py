@@ -15,6 +15,7 @@ from jaxscale.convert.pretrained import read_pretrained
 from jaxscale.errors import CheckpointError
 from jaxscale.interop import local_folder, open_pretrained
 from jaxscale.interop.gguf import is_gguf
+from jaxscale.interop.stored import method_of
 from jaxscale.layout import Layout
 from jaxscale.step.state import describe_model
 
@@ -72,14 +73,21 @@ def compare(
       revision: a branch, tag or commit of a name on the Hub.
 
     Raises:
-      CheckpointError: the logits differ by more than `WITHIN`, or `transformers` is not installed.
+      CheckpointError: the logits differ by more than `WITHIN`, or `transformers` is not installed or lacks a package
+        that reads the folder.
     """
     torch, transformers = packages()
     folder = local_folder(source, revision)
     opened = open_pretrained(folder, dtype="float32", widen=True, say=lambda _: None)
     ids = np.random.default_rng(0).integers(0, opened.config.vocab, (rows, min(length, opened.length)))
+    which: dict[str, Any]
     where, which = (folder.parent, {"gguf_file": folder.name}) if is_gguf(folder) else (folder, {})
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **which).eval()
+    if method_of(opened.values) == "compressed-tensors":  # packed zero points are not loaded as they are
+        which["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
+    try:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **which).eval()
+    except ImportError as e:
+        raise CheckpointError(f"{folder} was not checked: transformers does not load it here: {e}") from None
     with torch.no_grad():
         expected = theirs(torch.tensor(ids)).logits.float().numpy()
     del theirs

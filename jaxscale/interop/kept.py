@@ -231,10 +231,10 @@ def tensors_as_kept(
     layout: QuantisedLayout,
     read: Callable[[str, Region], np.ndarray],
 ) -> dict[str, Written]:
-    """Return the tensors of a checkpoint whose quantised weights were kept: their codes and scales as they were.
+    """Return the tensors of a checkpoint with the codes and scales of our stored weights, in another program's layout.
 
     Args:
-      keeps: the stored format of each quantised parameter, by name.
+      keeps: the stored format of each quantised parameter, by name, and what it is in the layout.
       bound: a `Bound` per parameter of our model.
       layout: the layout of the checkpoint's tensors.
       read: (name of an array of our checkpoint, region) -> the values of that region.
@@ -273,10 +273,13 @@ class _Writer:
         """Return the tensors of a weight, by the ending of their names."""
         if self._last[0] != key:
             self._last = ("", {})
-            kind = self._keeps[parts[0][0].name].kind
+            kind, own = self._keeps[parts[0][0].name].kind, self._keeps[parts[0][0].name].format
             codes = self._assembled(parts, "codes", "uint8")
             scale = gathered(self._assembled(parts, "scale", kind.scale), kind)
-            zeros = gathered(self._assembled(parts, "zero/codes", "uint8"), kind) if kind.zeros else None
+            zeros = gathered(self._assembled(parts, "zero/codes", "uint8"), kind) if own.zeros else None
+            if kind.zeros and zeros is None:  # symmetric integers, with the zero point in the middle
+                half = np.uint8(2 ** (own.bits - 1))
+                codes, zeros = codes ^ half, np.full(scale.shape, half)
             self._last = (key, self._layout.tensors(kind, Planes(codes, scale, zeros)))
         return self._last[1]
 
@@ -292,7 +295,7 @@ class _Writer:
             axis = keep.format.axis(shape, keep.contracted)
             assert axis is not None
             packed = list(region)
-            packed[axis] = (0, shape[axis] * keep.format.bits // 8)
+            packed[axis] = (0, shape[axis] * keep.format.bits // (8 * np.dtype(keep.format.word).itemsize))
             moved = np.moveaxis(self._read(name, tuple(packed)), axis, -1)
             return np.moveaxis(unpack(moved, keep.format.bits, shape[axis]), -1, axis)
         sizes = keep.format.block(shape, keep.contracted)

@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 
 from jaxscale.convert import same_logits
+from jaxscale.convert.exporting import export_checkpoint
+from jaxscale.convert.quantize import quantize
+from jaxscale.convert.recipes import RoundToNearest
 from jaxscale.interop import SafeTensors
 from jaxscale.interop.stored import Decoded, layout_of
+from tests.interop.test_written import FORMATS, MODEL
 from tests.truth import foreign
+from tests.truth.adapted import drawn
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -210,3 +215,21 @@ def test_a_whole_compressed_model_has_the_logits_of_transformers(tmp_path):
     assert "model.layers.0.mlp.up_proj.weight_packed" in SafeTensors(tmp_path)
     compared = same_logits.compare(tmp_path)
     assert compared.error < 1e-4 and compared.same == compared.places
+
+
+@pytest.mark.parametrize("name", [n for n in FORMATS if n.startswith("compressed-tensors")])
+def test_a_run_quantised_here_has_its_logits_in_transformers(tmp_path, name):
+    pytest.importorskip("compressed_tensors")
+    import transformers
+
+    method, stored = FORMATS[name]
+    quiet = dict(say=lambda _: None)
+    run = quantize(drawn(MODEL, tmp_path / "base"), tmp_path / "q", RoundToNearest(weights=stored), **quiet)
+    folder = export_checkpoint(run, tmp_path / "out", stored_as=method, **quiet)
+    # without this, transformers 5.24 does not load zero points that compressed-tensors 0.20 packed itself
+    wide = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if stored.zeros else {}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, **wide).eval()
+    ids = np.random.default_rng(0).integers(0, MODEL.vocab, (2, 12))
+    with torch.no_grad():
+        want = theirs(torch.tensor(ids)).logits.numpy()
+    np.testing.assert_allclose(run.model()(ids), want, rtol=1e-5, atol=1e-5)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from jaxscale.errors import CheckpointError
 from jaxscale.interop.fields import Fields
 from jaxscale.interop.stored.bits import pack, unpack
-from jaxscale.interop.stored.gptq import group_size, grouped
+from jaxscale.interop.stored.gptq import group_size, grouped, only_kind, with_zeros
 from jaxscale.interop.stored.layout import (
     Arrays,
     Entries,
@@ -85,6 +87,30 @@ class AWQLayout(QuantisedLayout):
         """See `QuantisedLayout.tensors`."""
         assert planes.zeros is not None
         return {".qweight": _pack(planes.codes.T), ".qzeros": _pack(planes.zeros.T), ".scales": planes.scale.T}
+
+    @classmethod
+    def written(cls, kind: Kind, shape: tuple[int, ...]) -> Kind:
+        """See `QuantisedLayout.written`."""
+        if shape[0] % 8:
+            raise CheckpointError(f"its {shape[0]} outputs do not fill words of 8")
+        return with_zeros(kind, (4,))
+
+    @classmethod
+    def nearest(cls, bits: int) -> str:
+        """See `QuantisedLayout.nearest`."""
+        return "uint4"
+
+    @classmethod
+    def settings(cls, kinds: Mapping[Kind, Sequence[str]], others: Sequence[str], symmetric: bool) -> dict[str, Any]:
+        """See `QuantisedLayout.settings`."""
+        return {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": only_kind(kinds).columns or -1,
+            "version": "gemm",
+            "zero_point": True,
+            "modules_to_not_convert": list(others),
+        }
 
 
 def _pack(codes: np.ndarray) -> np.ndarray:

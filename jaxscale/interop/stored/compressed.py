@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -166,6 +166,54 @@ class CompressedTensors(QuantisedLayout):
         )
         return {".weight_packed": pack(codes, bits), ".weight_scale": scale, ".weight_shape": shape, **zeros}
 
+    @classmethod
+    def written(cls, kind: Kind, shape: tuple[int, ...]) -> Kind:
+        """See `QuantisedLayout.written`."""
+        if kind.numbers == "e4m3":
+            if (kind.rows is None) != (kind.columns is None) and kind.rows != 1:
+                raise CheckpointError("blocks of fp8 have a number of outputs and of inputs")
+            return kind
+        if not kind.numbers.removeprefix("u").startswith("int"):
+            raise CheckpointError("it holds integers and fp8 (e4m3)")
+        if kind.numbers.startswith("u") and not kind.zeros:
+            raise CheckpointError("its integers have no sign and no zero points")
+        if kind.rows != 1 and (kind.rows, kind.columns, kind.zeros) != (None, None, False):
+            raise CheckpointError("integers have scales for each output in it, or one for the matrix")
+        return kind
+
+    @classmethod
+    def nearest(cls, bits: int) -> str:
+        """See `QuantisedLayout.nearest`."""
+        return "fp8" if bits == 8 else f"int{max(bits, 2)}"
+
+    @classmethod
+    def settings(cls, kinds: Mapping[Kind, Sequence[str]], others: Sequence[str], symmetric: bool) -> dict[str, Any]:
+        """See `QuantisedLayout.settings`; several kinds name their modules, and one is of all linear layers."""
+        formats = {"float-quantized" if kind.numbers == "e4m3" else "pack-quantized": m[0] for kind, m in kinds.items()}
+        if len(formats) > 1:
+            raise CheckpointError(
+                f"{formats['float-quantized']} is fp8 and {formats['pack-quantized']} integers, and a folder of "
+                "compressed-tensors has one of both"
+            )
+        format = next(iter(formats))
+        groups = {
+            f"group_{n}": {
+                "targets": ["Linear"] if len(kinds) == 1 else list(modules),
+                "weights": _weights(kind),
+                "input_activations": None,
+                "output_activations": None,
+                "format": format,
+            }
+            for n, (kind, modules) in enumerate(kinds.items())
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": format,
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": list(others),
+        }
+
     def _scheme(self, name: str) -> dict[str, Any]:
         """Return the settings of a weight: those whose targets name its module, else those of all of a kind."""
         module = name.removesuffix(".weight")
@@ -214,6 +262,23 @@ def _schemes(config: Fields) -> list[tuple[list[str], dict[str, Any]]]:
                     plain_pattern(target[3:], where)
         schemes.append(([str(t) for t in targets], weights))
     return schemes
+
+
+def _weights(kind: Kind) -> dict[str, Any]:
+    """Return the settings of weights that were quantised here."""
+    if kind.columns is None:
+        strategy = "tensor" if kind.rows is None else "channel"
+    else:
+        strategy = "group" if kind.rows == 1 else "block"
+    return {
+        "num_bits": 8 if kind.numbers == "e4m3" else int(kind.numbers[-1]),
+        "type": "float" if kind.numbers == "e4m3" else "int",
+        "symmetric": not kind.zeros,
+        "strategy": strategy,
+        "group_size": kind.columns if strategy == "group" else None,
+        "block_structure": [kind.rows, kind.columns] if strategy == "block" else None,
+        "dynamic": False,
+    }
 
 
 def _names(target: str, module: str) -> bool:

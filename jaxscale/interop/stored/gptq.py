@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -111,6 +114,73 @@ class GPTQLayout(QuantisedLayout):
             ".scales": planes.scale.T,
             ".g_idx": (np.arange(inputs) // (self.group or inputs)).astype(np.int32),
         }
+
+    @classmethod
+    def written(cls, kind: Kind, shape: tuple[int, ...]) -> Kind:
+        """See `QuantisedLayout.written`."""
+        kind = with_zeros(kind, (2, 3, 4, 8))
+        bits = int(kind.numbers[-1])
+        if shape[1] * bits % 32:
+            raise CheckpointError(f"codes of {bits} bits of {shape[1]} inputs do not fill words of 32 bits")
+        return kind
+
+    @classmethod
+    def nearest(cls, bits: int) -> str:
+        """See `QuantisedLayout.nearest`."""
+        return f"int{next(b for b in (2, 3, 4, 8) if b >= bits)}"
+
+    @classmethod
+    def settings(cls, kinds: Mapping[Kind, Sequence[str]], others: Sequence[str], symmetric: bool) -> dict[str, Any]:
+        """See `QuantisedLayout.settings`; with a zero point of 0 only "gptq_v2" is read alike by all programs."""
+        kind = only_kind(kinds)
+        return {
+            "quant_method": "gptq",
+            "bits": int(kind.numbers[-1]),
+            "group_size": kind.columns or -1,
+            "desc_act": False,
+            "sym": symmetric,
+            "checkpoint_format": "gptq" if symmetric else "gptq_v2",
+            "lm_head": False,
+            "dynamic": {rf"-:{re.escape(name)}$": {} for name in others if name != "lm_head"},
+        }
+
+
+def with_zeros(kind: Kind, widths: Sequence[int]) -> Kind:
+    """Return a kind of integers with zero points, which symmetric ones have in the middle of the codes.
+
+    Args:
+      kind: what the weight is.
+      widths: the widths of codes that the layout holds.
+
+    Raises:
+      CheckpointError: other numbers, or outputs that share a scale; the message is a clause.
+    """
+    numbers = kind.numbers.removeprefix("u")
+    if not numbers.startswith("int") or int(numbers[-1]) not in widths:
+        raise CheckpointError(f"it holds integers of {', '.join(map(str, widths))} bits")
+    if kind.numbers != numbers and not kind.zeros:
+        raise CheckpointError("its integers have no sign and no zero points")
+    if kind.rows != 1:
+        raise CheckpointError("each output has scales of its own in it")
+    return dataclasses.replace(kind, numbers=f"u{numbers}", zeros=True)
+
+
+def only_kind(kinds: Mapping[Kind, Sequence[str]]) -> Kind:
+    """Return the one kind of all weights of a folder.
+
+    Args:
+      kinds: the names of modules by kind.
+
+    Raises:
+      CheckpointError: there are several.
+    """
+    one, *rest = kinds
+    if rest:
+        raise CheckpointError(
+            f"{kinds[one][0]} and {kinds[rest[0]][0]} differ in bits, group or type of scales, and a folder of this "
+            "layout has one of each; --as compressed-tensors holds several"
+        )
+    return one
 
 
 def group_size(config: Fields) -> int | None:

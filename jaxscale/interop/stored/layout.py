@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -151,6 +151,42 @@ class QuantisedLayout(ABC):
           CheckpointError: weights in this layout are kept, but not written again.
         """
         raise CheckpointError(f"weights of {self.methods[0]} cannot be written as they were; leave out --as-imported")
+
+    @classmethod
+    def written(cls, kind: Kind, shape: tuple[int, ...]) -> Kind:
+        """Return how a weight that was quantised here is written in this layout; see `stored.writing`.
+
+        Args:
+          kind: what it is.
+          shape: (outputs, inputs).
+
+        Raises:
+          CheckpointError: this layout does not hold it; the message is a clause that says why.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def nearest(cls, bits: int) -> str:
+        """Return the name of a format of ours that this layout holds.
+
+        Args:
+          bits: of the format that it does not hold.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def settings(cls, kinds: Mapping[Kind, Sequence[str]], others: Sequence[str], symmetric: bool) -> dict[str, Any]:
+        """Return the `quantization_config` of weights that were quantised here.
+
+        Args:
+          kinds: the names of modules, by their weights' kind as `written` returns it.
+          others: linear layers that are not quantised.
+          symmetric: whether all zero points are in the middle of the codes.
+
+        Raises:
+          CheckpointError: a folder in this layout does not hold all of these kinds.
+        """
+        raise NotImplementedError
 
 
 class Decoded(Tensors):

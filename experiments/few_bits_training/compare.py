@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import jaxscale as js
-from jaxscale.nn import MXFP8, Fp8, Int8
+from jaxscale.nn import MXFP8, Fp8, Int8, ProductRule
 
 HERE = pathlib.Path(__file__).parent / "results"
 STEPS, LAST = 150, 30
@@ -32,6 +32,8 @@ RECIPES = {
     "int8_all": Int8(kernel_gradient=True),
     "fp8": Fp8(),
     "mxfp8": MXFP8(),
+    "int8_head": (ProductRule("head", Int8()), ProductRule("*", Int8())),
+    "fp8_head": (ProductRule("head", Fp8()), ProductRule("*", Fp8())),
 }
 
 

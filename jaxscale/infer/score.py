@@ -151,5 +151,5 @@ def _losses(graphdef: nnx.GraphDef[Any], loss: Loss, params: Tree, batch: dict[s
     model = nnx.merge(graphdef, params)
     kwargs = {k: v for k, v in batch.items() if k not in ("tokens", "targets")}
     hidden = model.hidden(batch["tokens"], **kwargs)
-    weight = as_weight(model.head_weight()).dense()
+    weight = as_weight(model.head_weight()).for_loss()
     return replicated(loss(hidden, weight, batch["targets"], softcap=model.logit_softcap)[0])

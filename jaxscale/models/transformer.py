@@ -32,8 +32,9 @@ from jaxscale.nn import (
     Stats,
     head_logits,
 )
-from jaxscale.nn.products import apply_products
+from jaxscale.nn.products import HeadWeight, apply_products, head_arithmetic
 from jaxscale.nn.stats import total
+from jaxscale.parallel import Weight
 
 
 class Transformer(nnx.Module):
@@ -72,6 +73,7 @@ class Transformer(nnx.Module):
         self.norm = config.norm(z.width, eps=config.norm_eps, **types)
         head = functools.partial(Embedding, config.vocab, z.width, scale=z.width**-0.5, rngs=rngs, **types)
         self.head = None if config.tied else head()
+        self.head_arithmetic = head_arithmetic(config.products, config.dtype)
         apply_products(self, config.products)
 
     def hidden(self, tokens: Int[Array, "b s"], **inputs: Any) -> Float[Array, "b s e"]:
@@ -253,9 +255,10 @@ class Transformer(nnx.Module):
             for block in run.blocks:
                 block.check_independent()
 
-    def head_weight(self) -> Float[Array, "v e"]:
+    def head_weight(self) -> Float[Array, "v e"] | Weight:
         """Return the stored weight of the output head: the token embedding, if tied."""
-        return (self.embed if self.head is None else self.head).weight.get_value()
+        weight = (self.embed if self.head is None else self.head).weight.get_value()
+        return weight if self.head_arithmetic is None else HeadWeight(weight, self.head_arithmetic)
 
     @property
     def logit_softcap(self) -> float | None:

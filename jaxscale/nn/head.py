@@ -52,7 +52,7 @@ def filled_logits(
     Returns:
       float32 logits; those of the padding are 0.
     """
-    if filled_shape(_AXES, weight.shape) != tuple(weight.shape):
+    if filled_shape(_AXES, weight.shape) != tuple(weight.shape) and not as_weight(weight).pads:
         weight = as_weight(weight).dense()  # products of other weights do not pad the vocabulary
     logits = project(hidden, weight, _AXES, (1,), Arithmetic.cast(hidden.dtype, jnp.float32))
     return _capped(constrain(logits, "batch", "seq", "vocab"), softcap)

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, near
 from jaxscale.layout import DEVICE, HOST, constrain, current, host_memory_or_say
+from jaxscale.layout.tensors import Tree
 from jaxscale.parallel.weight import ROUNDED
 
 TENSORS: dict[str, tuple[str, ...]] = {
@@ -205,8 +206,8 @@ def _jax_policy(policy: MemoryPolicy, host: bool) -> Callable[..., Any]:
     return decide
 
 
-def in_tiles(fn: Callable[[Array], Array], x: Float[Array, "b s e"], *, size: int) -> Float[Array, "b s f"]:
-    """Compute `fn(x)` one tile of the sequence after the other, forward and backward.
+def in_tiles(fn: Callable[..., Tree], x: Float[Array, "b s e"], *more: Array, size: int) -> Tree:
+    """Compute `fn(x, *more)` one tile of the sequence after the other, forward and backward.
 
     The intermediate activations of `fn` exist for one tile at a time; the backward pass recomputes them. A tile is
     every n-th position, so that each device tiles its shard of the sequence and nothing is sent.
@@ -214,6 +215,7 @@ def in_tiles(fn: Callable[[Array], Array], x: Float[Array, "b s e"], *, size: in
     Args:
       fn: a function that treats each position by itself; it may close over parameters.
       x: activations.
+      *more: further arrays (b, s, ...).
       size: most positions of a tile; at least one per device that the sequence is sharded over. The rest of the
         sequence is one more tile.
     """
@@ -222,9 +224,16 @@ def in_tiles(fn: Callable[[Array], Array], x: Float[Array, "b s e"], *, size: in
     size = max(size // pieces, 1) * pieces
     n = s // size
     if s <= size:
-        return fn(x)
-    tiles = rearrange(x[:, : n * size], "b (size n) e -> n b size e", n=n)
-    tiles = constrain(tiles, None, "batch", "residual_seq", "embed")
-    y = jax.lax.map(jax.checkpoint(fn, prevent_cse=False), tiles)
-    y = rearrange(y, "n b size e -> b (size n) e")
-    return y if n * size == s else jnp.concatenate([y, jax.checkpoint(fn)(x[:, n * size :])], axis=1)
+        return fn(x, *more)
+
+    def tiles(a: Array) -> Array:
+        a = rearrange(a[:, : n * size], "b (size n) ... -> n b size ...", n=n)
+        return constrain(a, None, "batch", "residual_seq", *("embed",) * (a.ndim - 3))
+
+    once = jax.checkpoint(lambda arrays: fn(*arrays), prevent_cse=False)
+    ys = jax.lax.map(once, tuple(map(tiles, (x, *more))))
+    ys = jax.tree.map(lambda y: rearrange(y, "n b size ... -> b (size n) ..."), ys)
+    if n * size == s:
+        return ys
+    last = jax.checkpoint(fn)(*(a[:, n * size :] for a in (x, *more)))
+    return jax.tree.map(lambda y, z: jnp.concatenate([y, z], axis=1), ys, last)

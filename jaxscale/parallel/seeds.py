@@ -23,6 +23,8 @@ class _Layer:
     count: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
 
+HEAD = 2
+"""`random_products`' number of the output head; a block's mixer has 0 and its feed-forward layer 1."""
 _PRODUCTS = 0x70726F64
 _LAYER: contextvars.ContextVar[_Layer | None] = contextvars.ContextVar("layer", default=None)
 

@@ -37,6 +37,8 @@ class Weight(abc.ABC):
 
     gathers: ClassVar[bool] = False
     """Whether `gathered` sends arrays of the weight's own between devices, and not the kernel."""
+    pads: ClassVar[bool] = False
+    """Whether `matmul` pads a vocabulary that the layout does not divide, as the product with an array does."""
 
     @property
     @abc.abstractmethod
@@ -66,6 +68,10 @@ class Weight(abc.ABC):
           the remaining dimensions of `x`, then those of the kernel.
         """
         return product(x, self.dense(arithmetic.dtype), axes, contracted, arithmetic)
+
+    def for_loss(self) -> Array | Weight:
+        """Return an output head as a loss multiplies with it: by default one array."""
+        return self.dense()
 
     def gathered(self, axes: Axes, dtype: DTypeLike) -> Float[Array, "..."]:
         """Return the kernel as layers compute with it: cast, then sharded as an activation; see `in_use`.

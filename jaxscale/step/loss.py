@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import ClassVar, Protocol
 
 import jax
@@ -12,8 +13,12 @@ from jaxtyping import Array, Float, Int
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.nn import filled_logits
-from jaxscale.parallel import cut_already, logsumexp_over, sharded_cross_entropy, share_over, sum_over
+from jaxscale.nn.memory import in_tiles
+from jaxscale.parallel import Weight, cut_already, logsumexp_over, sharded_cross_entropy, share_over, sum_over
 from jaxscale.parallel.ends import axis_size, local_rows
+
+TILE = 1024
+"""Positions of a row whose logits `CutLoss` holds at a time where the head multiplies in few bits."""
 
 
 class Loss(Protocol):
@@ -29,7 +34,7 @@ class Loss(Protocol):
     def __call__(
         self,
         hidden: Float[Array, "b s e"],
-        weight: Float[Array, "v e"],
+        weight: Float[Array, "v e"] | Weight,
         targets: Int[Array, "b s"],
         *,
         softcap: float | None,
@@ -55,7 +60,7 @@ class MaterialisedLoss:
     holds_logits: ClassVar[bool] = True
 
     def __call__(
-        self, hidden: Array, weight: Array, targets: Array, *, softcap: float | None, vocab: int | None = None
+        self, hidden: Array, weight: Array | Weight, targets: Array, *, softcap: float | None, vocab: int | None = None
     ) -> tuple[Array, Array]:
         """Return cross-entropy and squared log-partition of every token; see `token_losses`."""
         return token_losses(hidden, weight, targets, softcap=softcap, vocab=vocab)
@@ -70,7 +75,7 @@ class MaterialisedLoss:
 class CutLoss:
     """Cross-entropy that never stores the logits (Wijmans et al. 2024); the backward pass recomputes them.
 
-    That is a fourth matrix product.
+    That is a fourth matrix product. A head in few bits (`ProductRule`) has the logits of `TILE` positions at a time.
 
     Args:
       filter: as of `jaxscale.parallel.sharded_cross_entropy`; filtered gradients are not exact.
@@ -83,14 +88,29 @@ class CutLoss:
     implementation: str | None = None
 
     def __call__(
-        self, hidden: Array, weight: Array, targets: Array, *, softcap: float | None, vocab: int | None = None
+        self, hidden: Array, weight: Array | Weight, targets: Array, *, softcap: float | None, vocab: int | None = None
     ) -> tuple[Array, Array]:
         """Return cross-entropy and squared log-partition of every token; see `token_losses`."""
+        if isinstance(weight, Weight):
+            return self._in_tiles(hidden, weight, targets, softcap, vocab)
         loss, lse = sharded_cross_entropy(
             hidden, weight, targets, softcap=softcap, return_lse=True, filter=self.filter,
             implementation=self.implementation, vocab=vocab,
         )  # fmt: skip
         return loss, jnp.square(lse)
+
+    def _in_tiles(
+        self, hidden: Array, weight: Weight, targets: Array, softcap: float | None, vocab: int | None
+    ) -> tuple[Array, Array]:
+        """Compute the logits of `TILE` positions at a time, forward and backward, by the weight's own product."""
+        if self.filter is not None or self.implementation is not None:
+            name = "filter" if self.filter is not None else "implementation"
+            raise ConfigError(
+                f"CutLoss.{name} is for heads that multiply in the model's dtype; set it to None, or remove the "
+                "@ProductRule() of 'head' from Transformer.products"
+            )
+        losses = functools.partial(token_losses, softcap=softcap, vocab=_vocab_of(weight, vocab))
+        return in_tiles(lambda h, t: losses(h, weight, t), hidden, targets, size=TILE)
 
     def describe(self, vocab: int) -> str:
         """Return a short description, with the filter."""
@@ -126,7 +146,7 @@ class AutoLoss:
         return CutLoss() if vocab >= self.cut_from else MaterialisedLoss()
 
     def __call__(
-        self, hidden: Array, weight: Array, targets: Array, *, softcap: float | None, vocab: int | None = None
+        self, hidden: Array, weight: Array | Weight, targets: Array, *, softcap: float | None, vocab: int | None = None
     ) -> tuple[Array, Array]:
         """Return cross-entropy and squared log-partition of every token; see `token_losses`."""
         whole = _vocab_of(weight, vocab)
@@ -149,7 +169,7 @@ def holds_logits(loss: Loss) -> bool:
 
 def token_losses(
     hidden: Float[Array, "b s e"],
-    weight: Float[Array, "v e"],
+    weight: Float[Array, "v e"] | Weight,
     targets: Int[Array, "b s"],
     *,
     softcap: float | None,
@@ -162,7 +182,7 @@ def token_losses(
 
     Args:
       hidden: final hidden states, (B, S, E).
-      weight: the output head's weight, (V, E).
+      weight: the output head's weight, (V, E), or a `Weight` with a product of its own.
       targets: token ids from 0 to V - 1, (B, S); other ids have the loss NaN.
       softcap: soft cap of the logits, or `None`.
       vocab: V, if `weight` is padded with rows of zeros.
@@ -184,6 +204,6 @@ def token_losses(
     return jnp.where(known, loss, jnp.nan), jnp.square(log_z)
 
 
-def _vocab_of(weight: Array, vocab: int | None) -> int:
+def _vocab_of(weight: Array | Weight, vocab: int | None) -> int:
     """Return the size of the vocabulary, by default the number of rows on all devices (a pipeline shards them)."""
     return weight.shape[0] * axis_size(cut_already("vocab")) if vocab is None else vocab

@@ -31,6 +31,7 @@ from jaxscale.models.base import (
 from jaxscale.nn import Stats, auxiliary_loss
 from jaxscale.nn import metrics as layer_metrics
 from jaxscale.parallel import as_weight
+from jaxscale.parallel.seeds import HEAD, random_products
 from jaxscale.signatures import check_method
 from jaxscale.step.loss import AutoLoss, Loss
 from jaxscale.step.user_metrics import as_terms, collecting
@@ -238,7 +239,8 @@ class NextToken(Objective):
     ) -> Totals:
         """Return the weighted sums of the cross-entropy and the squared log-partition, and statistics of layers."""
         hidden, stats, batch = hidden_of(model, batch, key=key)
-        return self.of_hidden(model, hidden, stats, batch)
+        with random_products(key, batch.get("rows"), HEAD):
+            return self.of_hidden(model, hidden, stats, batch)
 
     def of_hidden(
         self, model: LanguageModel, hidden: Float[Array, "b s e"], stats: Stats, batch: Batch, **vocab: int
@@ -253,7 +255,7 @@ class NextToken(Objective):
           **vocab: size of the vocabulary, as `vocab`, if the head's weight is padded.
         """
         with jax.named_scope("loss"):
-            weight = as_weight(model.head_weight()).dense()
+            weight = as_weight(model.head_weight()).for_loss()
             nats, z = self.loss(hidden, weight, batch["targets"], softcap=model.logit_softcap, **vocab)
             weights = batch["weights"]
             return {"nats": jnp.sum(nats * weights), "z": jnp.sum(z * weights), "stats": stats}

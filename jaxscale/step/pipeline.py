@@ -25,6 +25,7 @@ from jaxscale.models.base import arrange, hidden_and_stats, order_of
 from jaxscale.nn import Linear, Part, Stats, reports
 from jaxscale.nn.stats import total as sum_of
 from jaxscale.parallel.pipeline import Stageable, Stages, assign, execute
+from jaxscale.parallel.seeds import HEAD, random_products
 from jaxscale.step.loss import Loss
 from jaxscale.step.objective import Batch, Objective, Totals, check_additive
 from jaxscale.step.state import Blueprint
@@ -389,7 +390,8 @@ class Pipelined:
 
         def end(ends: Tree, x: Tree, micro: Tree) -> tuple[jax.Array, Tree]:
             (x, stats), model = x, whole(ends, structure)
-            terms = objective.of_hidden(model, model.finish(x), stats, micro, **of_loss)
+            with random_products(micro.get("key"), micro.get("rows"), HEAD):
+                terms = objective.of_hidden(model, model.finish(x), stats, micro, **of_loss)
             return objective.value(terms | micro["weights_of_batch"]), terms
 
         nothing = jax.tree.map(lambda i: jnp.zeros((0,), i.dtype), self._ends)

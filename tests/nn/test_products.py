@@ -17,13 +17,14 @@ from jaxscale.layout import Layout, constrain
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import MXFP8, Fp8, Int8, Linear, MemoryPolicy, MixtureOfExperts, ProductRule, Rounded, project
 from jaxscale.nn.adapted import Adapted
-from jaxscale.nn.products import layers_of
+from jaxscale.nn.products import HeadWeight, head_arithmetic, layers_of
 from jaxscale.parallel import Arithmetic, experts
 from jaxscale.parallel.collective_matmul import gather_matmul, matmul_scatter
 from jaxscale.parallel.scaled import INT32_TERMS, exponents, powers_of_two, rounded_at_random
 from jaxscale.parallel.seeds import random_products
 from jaxscale.plan import compile_for, topology_devices
 from jaxscale.plan.collectives import collectives
+from jaxscale.step.loss import CutLoss, MaterialisedLoss
 from jaxscale.step.number_types import check_number_types
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
@@ -227,6 +228,42 @@ def test_the_frozen_kernel_of_an_adapter_is_rounded_and_the_adapter_is_not():
     assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
 
 
+RNG = np.random.default_rng(0)
+HEAD_CASE = (*arrays((4, S, E), (63, E)), RNG.integers(0, 63, (4, S), np.int32), np.float32(RNG.normal(size=(4, S))))
+
+
+def head_losses(loss, x, w, targets, recipe=Int8()):  # noqa: B008
+    numbers = head_arithmetic((ProductRule("head", recipe),), "float32")
+    return loss(0.1 * x, HeadWeight(w, numbers), targets, softcap=None)
+
+
+def head_gradients(loss, x, w, targets, factor):
+    return jax.value_and_grad(lambda x, w: jnp.sum(factor * head_losses(loss, x, w, targets)[0]), (0, 1))(x, w)
+
+
+def test_an_output_head_in_8_bits_has_the_losses_of_rounded_numbers():
+    x, w, targets, _ = HEAD_CASE
+    logits = rounded(np.float32(0.1) * x, 2, "int8", Int8()) @ rounded(w, 1, "int8", Int8()).T
+    want = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    np.testing.assert_allclose(head_losses(MaterialisedLoss(), x, w, targets)[0], want, rtol=1e-5)
+
+
+def test_an_output_head_in_8_bits_that_holds_few_logits_has_the_same_losses_on_every_layout(monkeypatch):
+    want = jax.jit(head_gradients, static_argnums=0)(MaterialisedLoss(), *HEAD_CASE)
+    monkeypatch.setattr("jaxscale.step.loss.TILE", 4)
+    tiled = jax.jit(functools.partial(head_gradients, CutLoss()))
+    assert_leaves_agree(tiled(*HEAD_CASE), want)
+    with Layout("data=2,fsdp=2,tensor=2"):  # which does not divide a vocabulary of 63
+        assert_leaves_agree(jax.jit(functools.partial(head_gradients, CutLoss()))(*HEAD_CASE), want)
+
+
+def test_a_rule_for_the_head_is_about_the_head_alone():
+    rules = (ProductRule("mlp", Int8()), ProductRule("head", Fp8()))
+    made = nnx.eval_shape(lambda: model(rules).make(nnx.Rngs(0)))
+    assert made.head_weight().arithmetic_of_head.forward.left_type == "float8_e4m3fn"
+    assert nnx.eval_shape(lambda: model(Int8()).make(nnx.Rngs(0))).head_arithmetic is None
+
+
 def test_rules_choose_layers_by_axis_and_by_path():
     def chosen(*rules):
         made = nnx.eval_shape(lambda: model(rules).make(nnx.Rngs(0)))
@@ -251,7 +288,7 @@ def test_rules_choose_layers_by_axis_and_by_path():
         (lambda: Int8(input_gradient=False, stochastic=True), ("stochastic", "False")),
         (lambda: model("int8"), ("'int8'", "@Int8()")),
         (lambda: model((Int8(),)), ("@ProductRule()",)),
-        (lambda: model((ProductRule("vocab", Int8()),)).make(nnx.Rngs(0)), ("'vocab'", "remove the rule")),
+        (lambda: head_losses(CutLoss(filter=1e-4), *HEAD_CASE[:3]), ("CutLoss.filter", "'head'")),
         (lambda: model((ProductRule("*/dwn", Int8()),)).make(nnx.Rngs(0)), ("*/dwn", "no layer")),
     ],
 )

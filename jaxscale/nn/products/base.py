@@ -8,6 +8,7 @@ import fnmatch
 from collections.abc import Iterator
 from typing import ClassVar
 
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -122,6 +123,7 @@ class ProductRule:
 
     Args:
       of: a logical axis of the layer's matrix, such as "mlp", or a pattern of the layer's path, such as "*/attn/*".
+        "head" is the output head, which no other pattern covers.
       products: the numbers; `None` is the model's dtype.
     """
 
@@ -136,6 +138,11 @@ class ProductRule:
           axes: the logical axes of its matrices.
         """
         return self.of in axes if self.of in AXES else fnmatch.fnmatch(path, self.of)
+
+    @property
+    def of_head(self) -> bool:
+        """Whether the rule is about the output head."""
+        return self.of in ("head", "vocab")
 
 
 def rules_of(products: Products | tuple[ProductRule, ...] | None) -> tuple[ProductRule, ...]:
@@ -184,7 +191,7 @@ def apply_products(model: nnx.Module, products: Products | tuple[ProductRule, ..
     """
     rules, layers = rules_of(products), list(layers_of(model))
     for rule in rules:
-        if not any(rule.covers(path, axes) for path, _, axes in layers):
+        if not rule.of_head and not any(rule.covers(path, axes) for path, _, axes in layers):
             raise ConfigError(f"Transformer.products: {_why_nowhere(rule, layers)}")
     for path, layer, axes in layers:
         chosen = next((rule.products for rule in rules if rule.covers(path, axes)), None)
@@ -192,13 +199,19 @@ def apply_products(model: nnx.Module, products: Products | tuple[ProductRule, ..
             layer.arithmetic = chosen.arithmetic(layer.dtype)
 
 
+def head_arithmetic(products: Products | tuple[ProductRule, ...] | None, dtype: DTypeLike) -> Arithmetic | None:
+    """Return the numbers of the output head's product, or `None` if they are those of the hidden states.
+
+    Args:
+      products: a value of `Transformer.products`.
+      dtype: the dtype of hidden states.
+    """
+    chosen = next((rule.products for rule in rules_of(products) if rule.of_head), None)
+    return None if chosen is None else dataclasses.replace(chosen.arithmetic(dtype), out_dtype=jnp.dtype("float32"))
+
+
 def _why_nowhere(rule: ProductRule, layers: list[tuple[str, Linear | Experts, tuple[str, ...]]]) -> str:
     if not layers:
         return "the model has no layer of jaxscale.nn.Linear or experts; remove the setting"
-    if rule.of in ("vocab", "head"):
-        return (
-            f"no rule reaches '{rule.of}': losses compute the output head's product in the model's dtype, a tile of "
-            "the vocabulary at a time; remove the rule"
-        )
     names = sorted({name for path, _, axes in layers for name in (path, *axes)})
     return f"the rule for '{rule.of}' is about no layer{near(rule.of, names)}"

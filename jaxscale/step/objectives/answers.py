@@ -80,7 +80,7 @@ class AnswerObjective(TokenObjective):
     def _logprobs(self, model: Any, batch: Batch, key: Array | None) -> tuple[Array, Stats]:
         hidden, stats, batch = hidden_of(model, batch, key=key)
         with jax.named_scope("loss"):
-            weight = as_weight(model.head_weight()).dense()
+            weight = as_weight(model.head_weight()).for_loss()
             nats = self.loss(hidden, weight, batch["targets"], softcap=model.logit_softcap)[0]
             return -jnp.sum(nats * batch["weights"], axis=1), stats
 

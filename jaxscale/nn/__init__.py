@@ -35,7 +35,7 @@ from jaxscale.nn.mixer import MADE_WITH, Mixer
 from jaxscale.nn.mlp import GELU, FeedForward, GeGLU, SwiGLU
 from jaxscale.nn.moe import Experts, MixtureOfExperts
 from jaxscale.nn.norms import LayerNorm, QKNorm, RMSNorm, UnitOffsetRMSNorm
-from jaxscale.nn.products import MXFP8, Fp8, Int8, ProductRule, Products, Rounded
+from jaxscale.nn.products import MXFP8, Clustered, Fp8, Int8, ProductRule, Products, Rounded
 from jaxscale.nn.recurrent import document_starts, recurrence
 from jaxscale.nn.reversible import ReversibleRun
 from jaxscale.nn.rotary import (
@@ -57,6 +57,7 @@ from jaxscale.parallel import Weight, as_weight
 __all__ = [
     "Products",
     "Rounded",
+    "Clustered",
     "ProductRule",
     "MXFP8",
     "Int8",

@@ -126,7 +126,8 @@ class LatentAttention(nnx.Module):
         """Multiply the key and value projections into queries and outputs, and attend to the cached latents."""
 
         def used(m: Linear) -> Array:
-            return as_weight(m.kernel.get_value()).gathered(m.axes, self.dtype)
+            weight = m.weight if m.arithmetic.reparametrised is None else as_weight(m.matrix())
+            return weight.gathered(m.axes, self.dtype)
 
         latent = latent[:, :, None]
         with jax.named_scope("qkv"):

@@ -100,6 +100,10 @@ class Linear(nnx.Module):
         """The kernel as a weight."""
         return as_weight(self.kernel.get_value())
 
+    def matrix(self) -> Float[Array, "..."]:
+        """Return the kernel that is multiplied, as one array."""
+        return self.weight.arithmetic(self.arithmetic).matrix(self.weight.dense())
+
     def biased(self, y: Float[Array, "..."]) -> Float[Array, "..."]:
         """Add the bias, if there is one.
 
@@ -128,7 +132,7 @@ def into(x: Float[Array, "b s e"], *linears: Linear, overlap: bool = False) -> l
       LayoutError: with `overlap`, the layout has a `tensor` axis and does not shard as the overlap needs.
     """
     if overlap and why_no_overlap(*_hidden(linears)) != "":
-        kernels, axes = tuple(m.weight.dense() for m in linears), tuple(m.axes for m in linears)
+        kernels, axes = tuple(m.matrix() for m in linears), tuple(m.axes for m in linears)
         products = gather_matmul(x, kernels, axes, linears[0].weight.arithmetic(linears[0].arithmetic))
         return [m.biased(y) for m, y in zip(linears, products, strict=True)]
     x = constrain(x, "batch", "seq", "embed")
@@ -148,7 +152,7 @@ def out_of(h: Float[Array, "b s ..."], linear: Linear, *, overlap: bool = False)
     """
     if overlap and why_no_overlap(*_hidden((linear,))) != "":
         arithmetic = linear.weight.arithmetic(linear.arithmetic)
-        return linear.biased(matmul_scatter(h, linear.weight.dense(), linear.axes, arithmetic))
+        return linear.biased(matmul_scatter(h, linear.matrix(), linear.axes, arithmetic))
     return linear(h)
 
 

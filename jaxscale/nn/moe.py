@@ -263,6 +263,8 @@ class Experts(nnx.Module):
             for w, axes in zip(stored, (UP, UP, DOWN), strict=True)
         )
         arithmetic = as_weight(self.up.get_value()).arithmetic(self.arithmetic)
+        if arithmetic.reparametrised is not None:
+            weights = Weights._make(None if w is None else jax.vmap(arithmetic.matrix)(w) for w in weights)
         act = c.expert.activation
         with jax.named_scope("experts"):
             y = expert_mlp(x, routed, weights, act=act, arithmetic=arithmetic, capacity=capacity, gathered=gathered)

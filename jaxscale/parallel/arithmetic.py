@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -161,6 +161,8 @@ class Arithmetic:
       kernel_gradient: the numbers of activations (left) and the output's cotangent (right).
       dtype: dtype of operands that are not rounded further, such as those of an adapter.
       out_dtype: dtype of the product. Gradients have the dtype of what they belong to.
+      reparametrised: a differentiable function from the stored kernel to the one that is multiplied; `None` is the
+        kernel itself.
     """
 
     forward: Numbers
@@ -168,6 +170,7 @@ class Arithmetic:
     kernel_gradient: Numbers
     dtype: DTypeLike
     out_dtype: DTypeLike
+    reparametrised: Callable[[Float[Array, "..."]], Float[Array, "..."]] | None = None
 
     @classmethod
     def cast(cls, dtype: DTypeLike, out_dtype: DTypeLike | None = None) -> Arithmetic:
@@ -205,4 +208,13 @@ class Arithmetic:
 
     def for_stored(self) -> Arithmetic:
         """Return the arithmetic of a product with a kernel that is stored in few bits, and not rounded again."""
-        return dataclasses.replace(self, **{name: getattr(self, name).for_stored() for name in PASSES})
+        stored = {name: getattr(self, name).for_stored() for name in PASSES}
+        return dataclasses.replace(self, reparametrised=None, **stored)
+
+    def matrix(self, kernel: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Return the kernel that is multiplied.
+
+        Args:
+          kernel: one layer's (and expert's) stored kernel.
+        """
+        return kernel if self.reparametrised is None else self.reparametrised(kernel)

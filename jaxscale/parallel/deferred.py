@@ -14,7 +14,16 @@ from jaxtyping import Array, Float
 
 from jaxscale.parallel.arithmetic import Arithmetic
 from jaxscale.parallel.seeds import mixed
-from jaxscale.parallel.weight import Axes, Weight, input_gradient, kernel_gradient, product, product_forward, seed_for
+from jaxscale.parallel.weight import (
+    Axes,
+    Dense,
+    Weight,
+    input_gradient,
+    kernel_gradient,
+    product,
+    product_forward,
+    seed_for,
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -84,7 +93,12 @@ class Deferred(Weight):
     def matmul(
         self, x: Float[Array, "..."], axes: Axes, contracted: tuple[int, ...], arithmetic: Arithmetic
     ) -> Float[Array, "..."]:
-        """Return the product; its backward pass returns input and output cotangent instead of the kernel's gradient."""
+        """Return the product; its backward pass returns input and output cotangent instead of the kernel's gradient.
+
+        The gradient of a kernel that is reparametrised is computed immediately.
+        """
+        if arithmetic.reparametrised is not None:
+            return Dense(self.dense()).matmul(x, axes, contracted, arithmetic)
         if self.dy is not None:
             keep = self.x is not None
             seed = seed_for(x, arithmetic)

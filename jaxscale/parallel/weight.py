@@ -132,7 +132,13 @@ class Dense(Weight):
         self, x: Float[Array, "..."], axes: Axes, contracted: tuple[int, ...], arithmetic: Arithmetic
     ) -> Float[Array, "..."]:
         """See `Weight`; the gradient has the array's dtype."""
-        return product(x, self.array, axes, contracted, arithmetic)
+        if arithmetic.reparametrised is None:
+            return product(x, self.array, axes, contracted, arithmetic)
+
+        def multiplied(x: Array, kernel: Array) -> Array:
+            return product(x, arithmetic.matrix(kernel), axes, contracted, arithmetic)
+
+        return jax.checkpoint(multiplied)(x, self.array)  # the backward pass computes the matrix again
 
     def infos(self, info: TensorInfo) -> TensorInfo:
         """See `Weight`: the kernel's info with the array's dtype."""

@@ -9,6 +9,7 @@ from jaxscale.nn.products.base import (
     layers_of,
     rules_of,
 )
+from jaxscale.nn.products.clustered import Clustered
 from jaxscale.nn.products.fp8 import Fp8
 from jaxscale.nn.products.head import HeadWeight
 from jaxscale.nn.products.int8 import Int8
@@ -16,6 +17,7 @@ from jaxscale.nn.products.mxfp8 import MXFP8
 from jaxscale.nn.products.rounded import Rounded
 
 __all__ = [
+    "Clustered",
     "EightBits",
     "Fp8",
     "HeadWeight",

@@ -10,6 +10,7 @@ import math
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,20 @@ from flax import nnx
 
 import jaxscale as js
 from jaxscale.convert.quantize import quantize
-from jaxscale.convert.recipes import AWQ, GPTQ, HQQ, AllocatedBits, EoRA, Recipe, RoundToNearest, SmoothQuant
+from jaxscale.convert.recipes import (
+    AWQ,
+    GPTQ,
+    HQQ,
+    AllocatedBits,
+    BitStack,
+    EoRA,
+    Recipe,
+    RoundToNearest,
+    SmoothQuant,
+)
 from jaxscale.data import heldout_batches
-from jaxscale.nn import head_logits
+from jaxscale.nn import WeightFormat, head_logits
+from jaxscale.nn.formats import FewerBlocks
 from jaxscale.run import Run
 from jaxscale.step.state import describe_model
 from jaxscale.train.checkpoints.read import dtype_named
@@ -35,7 +47,13 @@ def recipes() -> list[Recipe]:
     repaired = [EoRA(recipe=kind(2, GROUP), rank=8) for kind in (RoundToNearest, GPTQ)]
     ordered = [GPTQ(bits, GROUP, by_activation=True) for bits in (3, 2)]
     allocated = [AllocatedBits(bits=3.0, recipe=GPTQ(group=GROUP))]
-    return [*few, *ordered, RoundToNearest(8, None), SmoothQuant(), *repaired, *allocated]
+    stacks = [BitStack(blocks=16), BitStack(blocks=6, rank=4)]
+    return [*few, *ordered, RoundToNearest(8, None), SmoothQuant(), *repaired, *allocated, *stacks]
+
+
+def parts() -> dict[str, list[float]]:
+    """Return the bits for each weight, on average, of which a run's blocks are read."""
+    return {repr(BitStack(blocks=16)): [2.0, 3.0, 3.25, 4.25, 5.25, 8.0, 12.0]}
 
 
 def batches_of(run: Run) -> list[dict[str, np.ndarray]]:
@@ -45,7 +63,7 @@ def batches_of(run: Run) -> list[dict[str, np.ndarray]]:
     return list(heldout_batches(source, ROWS, BATCHES))
 
 
-def loss_of(run: Run, batches: list[dict[str, np.ndarray]]) -> float:
+def loss_of(run: Run, batches: list[dict[str, np.ndarray]], part: WeightFormat | None = None) -> float:
     """Return the mean negative log-likelihood of a token, in nats."""
     graphdef, _ = describe_model(run.config.model)
 
@@ -59,7 +77,7 @@ def loss_of(run: Run, batches: list[dict[str, np.ndarray]]) -> float:
         weight = (batch["segment_ids"] != 0) * batch["weights"] if "segment_ids" in batch else batch["weights"]
         return -jnp.sum(own * weight), jnp.sum(weight)
 
-    weights = run.weights(run.last_step())
+    weights = run.weights(run.last_step(), part=part)
     sums = [nats(weights, b) for b in batches]
     return math.fsum(float(n) for n, _ in sums) / math.fsum(float(w) for _, w in sums)
 
@@ -69,6 +87,29 @@ def bytes_of(run: Run) -> int:
     leaves = run.checkpoints.manifest(run.last_step())["leaves"]
     sizes = {n: math.prod(x["shape"]) * dtype_named(x["dtype"]).itemsize for n, x in leaves.items()}
     return sum(s for n, s in sizes.items() if n.startswith("params/runs/") and "/kernel" in n)
+
+
+def rows_of_parts(run: Run, name: str, batches: list[dict[str, np.ndarray]], plain: int) -> list[dict[str, Any]]:
+    """Return a row for each part of a stack of blocks that is read.
+
+    Args:
+      run: the quantised run.
+      name: of its recipe.
+      batches: held-out batches.
+      plain: bytes of the matrices in float32.
+    """
+    infos, rows = describe_model(run.config.model)[1], []
+    stored = run.config.stored
+    assert stored is not None
+    matrices = {i.path for i in jax.tree.leaves(infos) if i.contracted is not None and stored.covers(i)}
+    rest = sum(i.nbytes for i in jax.tree.leaves(infos) if i.path not in matrices)
+    for bits in parts().get(name, []):
+        within = FewerBlocks(rest + int(bits * plain / 32))
+        part = within.part_of(stored, infos, run.some_weights)
+        assert part is not None
+        size = sum(i.nbytes for i in jax.tree.leaves(part.infos(infos))) - rest
+        rows.append({"recipe": f"{name} with {bits} bits read", "loss": loss_of(run, batches, part), "bytes": size})
+    return rows
 
 
 def main(path: str, out: str) -> None:
@@ -89,9 +130,10 @@ def main(path: str, out: str) -> None:
         run = quantize(base, folder / f"run-{n}", recipe, rows=64, batch=16, say=lambda _: None)
         row = {"recipe": repr(recipe), "loss": loss_of(run, batches), "bytes": bytes_of(run)}
         row |= {"seconds": round(time.monotonic() - began, 1)}
+        more = rows_of_parts(run, repr(recipe), batches, rows[0]["bytes"])
         with results.open("a") as f:
-            f.write(json.dumps(row) + "\n")
-        print(row, flush=True)
+            f.writelines(json.dumps(r) + "\n" for r in (row, *more))
+        print(row, *more, sep="\n", flush=True)
 
 
 if __name__ == "__main__":

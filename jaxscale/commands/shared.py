@@ -175,14 +175,16 @@ def weights_of(args: argparse.Namespace, bindings: list[str]) -> WeightFormat | 
 
 
 def say_bytes(run: Run, weights: WeightFormat | None, name: str) -> None:
-    """Print the bytes of a run's parameters in a weight format to stderr, and those in bfloat16; nothing without one.
+    """Print the bytes of a run's parameters in a weight format to stderr, and those in bfloat16.
+
+    Nothing is printed without a format, and for a run that stores its matrices in one.
 
     Args:
       run: the run.
       weights: the format, or `None`.
       name: what the user calls it.
     """
-    if weights is None:
+    if weights is None or run.config.stored is not None:
         return
     import jax
 

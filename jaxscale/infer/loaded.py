@@ -83,12 +83,16 @@ def load_model(
         layout = run.config.layout
     model = dropless(run.config.model) if generation else run.config.model
     graphdef, infos = describe_model(for_length(model, length))
-    refuse_second_format(run, weights)
-    held = run.config.stored
+    part = None
+    if weights is not None and run.config.stored is not None:
+        part = weights.part_of(run.config.stored, infos, lambda some: run.some_weights(some, step))
+    if part is None:
+        refuse_second_format(run, weights)
+    held = run.config.stored if part is None else part
 
     def prepare(params: Tree) -> Tree:
         stored = infos if held is None else held.infos(infos)
-        if weights is not None:
+        if weights is not None and part is None:
             params, stored = weights.encoded(params, infos, layout), weights.infos(infos)
         return on_stages(graphdef, params, stored, generating(layout)) if generation else params
 
@@ -96,7 +100,7 @@ def load_model(
         assert run.state is not None
         return Loaded(graphdef, prepare(run.params(layout=layout)), layout, int(run.state.step))
     number = run.last_step() if step is None else step
-    params = run.session.params(number, layout, generation, weights, lambda: prepare(run.weights(step, layout)))
+    params = run.session.params(number, layout, generation, weights, lambda: prepare(run.weights(step, layout, part)))
     return Loaded(graphdef, params, layout, number)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -65,6 +66,16 @@ class WeightFormat(abc.ABC):
           info: the parameter.
         """
         return self
+
+    def part_of(self, stored: WeightFormat, infos: Tree, read: Callable[[Tree], Tree]) -> WeightFormat | None:
+        """Return a format whose arrays are some of those of a stored run, to read only these; by default there is none.
+
+        Args:
+          stored: the format of the run.
+          infos: the model's tree of `TensorInfo`.
+          read: reads some arrays of the run, from a tree with a `TensorInfo` for each and `None` for the others.
+        """
+        return None
 
     def covers(self, info: TensorInfo) -> bool:
         """Return whether a parameter is converted to this format.

@@ -43,6 +43,8 @@ from jaxscale.working_copy import Mirror, NoMirror, as_named, inside, local, url
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from jaxscale.nn import WeightFormat
+
 HF = "hf"
 """Subfolder of a run with the files of an imported checkpoint: config.json, tokenizer.json, chat template and so on."""
 
@@ -217,12 +219,14 @@ class RunFolder:
             return jax.jit(whole, out_shardings=shardings_of(infos, layout))(self.weights(step, layout))
         return self.trained(step, layout)
 
-    def weights(self, step: int | None = None, layout: Layout | None = None) -> Tree:
+    def weights(self, step: int | None = None, layout: Layout | None = None, part: WeightFormat | None = None) -> Tree:
         """Return the model's parameters as the checkpoint holds them: with `train.stored`, matrices are `Weight`s.
 
         Args:
           step: as in `params`.
           layout: as in `params`.
+          part: a format whose arrays are some of those that the run stores, such as that of `FewerBlocks`; only these
+            are read.
 
         Returns:
           a tree of `jax.Array`s and `jaxscale.nn.Weight`s; of a run without `train.stored` that of `params`.
@@ -231,7 +235,19 @@ class RunFolder:
             return self.params(step, layout)
         if step is None:
             self.last_step()  # raises if there is no checkpoint
+        if part is not None:
+            return self.some_weights(part.infos(describe_model(self.config.model)[1]), step, layout)
         return self.checkpoints.restore_params(step, stored_infos(self.config), layout)
+
+    def some_weights(self, infos: Tree, step: int | None = None, layout: Layout | None = None) -> Tree:
+        """Return some of the arrays that a checkpoint of a run with `train.stored` holds.
+
+        Args:
+          infos: a tree with a `TensorInfo` for each of them, and `None` for the others.
+          step: as in `params`.
+          layout: as in `params`.
+        """
+        return self.checkpoints.restore_params(step, infos, layout, some=True)
 
     def _with_adapters(self, step: int | None, layout: Layout | None) -> Tree:
         blueprint, _ = blueprint_of(dataclasses.replace(self.config, layout=layout))

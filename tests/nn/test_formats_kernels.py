@@ -11,7 +11,6 @@ import jaxscale as js
 from jaxscale.nn import project
 from jaxscale.nn.formats import FORMATS, StoredWeight
 from jaxscale.nn.formats.kernels import MOST_ROWS, kernel_product
-from jaxscale.nn.formats.weight import _names
 from jaxscale.parallel import Arithmetic
 from jaxscale.plan import compile_for
 from pallas_kernels import tiles
@@ -32,7 +31,7 @@ def made(name, case):
 
 
 def by_kernel(x, weight, axes, summed):
-    names = [_names(a.shape, weight.shape, axes) for a in jax.tree.leaves(weight)]
+    names = [weight.names("", a.shape, axes) for a in jax.tree.leaves(weight)]
     y = kernel_product(x, weight, axes, names, summed, jnp.float32, jnp.float32, implementation="mosaic_tpu")
     assert y is not None
     return y
@@ -75,7 +74,7 @@ def test_the_kernels_product_is_that_of_the_dense_kernel_on_every_layout(name, c
 )
 def test_what_has_no_kernel_is_left_to_the_dense_kernel(shape, axes, summed, rows):
     weight = FORMATS["int4"][0].encode(jnp.ones(shape), summed)
-    names = [_names(a.shape, weight.shape, axes) for a in jax.tree.leaves(weight)]
+    names = [weight.names("", a.shape, axes) for a in jax.tree.leaves(weight)]
     x = jnp.ones((rows, shape[summed[0]]))
     assert kernel_product(x, weight, axes, names, summed, jnp.float32, jnp.float32, "mosaic_tpu") is None
 

@@ -3,6 +3,7 @@
 from jaxscale.convert.recipes.allocated import AllocatedBits
 from jaxscale.convert.recipes.awq import AWQ
 from jaxscale.convert.recipes.base import Cost, Folding, Inputs, Recipe, output_error
+from jaxscale.convert.recipes.bit_stack import BitStack
 from jaxscale.convert.recipes.eora import EoRA
 from jaxscale.convert.recipes.gptq import GPTQ
 from jaxscale.convert.recipes.hqq import HQQ
@@ -14,6 +15,7 @@ __all__ = [
     "GPTQ",
     "HQQ",
     "AllocatedBits",
+    "BitStack",
     "Cost",
     "EoRA",
     "Folding",

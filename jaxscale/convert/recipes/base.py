@@ -149,6 +149,22 @@ class Folding(Recipe):
         """
 
 
+def refuse_numbers(recipe: Recipe, instead: str) -> None:
+    """Check that a recipe without numbers of its own has its `bits`, `group` and `weights` as they come.
+
+    Args:
+      recipe: the recipe.
+      instead: what to set, with `{name}` for the setting.
+
+    Raises:
+      ConfigError: one of them is set.
+    """
+    own = {f.name: f.default for f in dataclasses.fields(Recipe)}
+    changed = [name for name, value in own.items() if getattr(recipe, name) != value]
+    if changed:
+        raise ConfigError(f"{type(recipe).__name__}.{changed[0]} has no effect; {instead.format(name=changed[0])}")
+
+
 def shared(factors: Float[Array, " n"], repeats: int, width: int) -> Float[Array, " n"]:
     """Return the geometric mean of factors over heads that share keys and values, for each of these heads.
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxscale.config import register
-from jaxscale.convert.recipes.base import Inputs, Recipe, as_matrix
+from jaxscale.convert.recipes.base import Inputs, Recipe, as_matrix, refuse_numbers
 from jaxscale.convert.recipes.nearest import RoundToNearest
 from jaxscale.errors import ConfigError
 from jaxscale.nn import WeightFormat
@@ -44,10 +44,7 @@ class EoRA(Recipe):
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        own = {f.name: f.default for f in dataclasses.fields(Recipe)}
-        changed = [name for name, value in own.items() if getattr(self, name) != value]
-        if changed:
-            raise ConfigError(f"EoRA.{changed[0]} has no effect; set it in EoRA.recipe, such as GPTQ({changed[0]}=...)")
+        refuse_numbers(self, "set it in EoRA.recipe, such as GPTQ({name}=...)")
         if hasattr(self.recipe, "factors") or not isinstance(self.recipe, Recipe):
             raise ConfigError(f"EoRA.recipe must round each matrix by itself, as GPTQ(), not {self.recipe!r}")
         _ = self.format

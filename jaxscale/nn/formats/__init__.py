@@ -7,6 +7,7 @@ from jaxscale.nn.formats.low_rank import WithLowRank
 from jaxscale.nn.formats.numbers import NumberType, numbers_of
 from jaxscale.nn.formats.packing import pack, unpack
 from jaxscale.nn.formats.presets import FORMATS, PRESETS, GroupedIntegers
+from jaxscale.nn.formats.sign_blocks import FewerBlocks, SignBlocks
 from jaxscale.nn.formats.statsq import StatsQ
 from jaxscale.nn.formats.stored import Stored
 from jaxscale.nn.formats.weight import StoredWeight
@@ -15,9 +16,11 @@ __all__ = [
     "FORMATS",
     "PRESETS",
     "ByName",
+    "FewerBlocks",
     "FloatZeros",
     "GroupedIntegers",
     "NumberType",
+    "SignBlocks",
     "StatsQ",
     "Stored",
     "StoredWeight",

@@ -35,10 +35,7 @@ class WithLowRank(WeightFormat):
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
-            raise ConfigError(f"WithLowRank.rank = {self.rank!r}: must be a whole number of at least 1")
-        if self.dtype not in FLOATS:
-            raise ConfigError(f"WithLowRank.dtype = {self.dtype!r}: must be one of {', '.join(FLOATS)}")
+        check_factors("WithLowRank", self.rank, self.dtype)
         if not isinstance(self.weights, Stored):
             raise ConfigError(f"WithLowRank.weights must be a Stored format, not {self.weights!r}")
 
@@ -48,14 +45,7 @@ class WithLowRank(WeightFormat):
         Raises:
           ConfigError: it cannot be stored, or its rank is below `rank`.
         """
-        if not self.weights.covers(info):
-            return False
-        assert info.contracted is not None
-        _, inputs, outputs = dimensions(len(info.shape), info.contracted)
-        most = min(math.prod(info.shape[d] for d in dims) for dims in (inputs, outputs))
-        if self.rank > most:
-            raise ConfigError(f"WithLowRank.rank = {self.rank} is above the rank of {info.path}, which is {most}")
-        return True
+        return self.weights.covers(info) and refuse_rank("WithLowRank", self.rank, info)
 
     def encode(self, kernel: Float[Array, "..."], contracted: tuple[int, ...]) -> Adapted:
         """See `WeightFormat`; the low-rank part is the error's largest singular vectors."""
@@ -63,7 +53,53 @@ class WithLowRank(WeightFormat):
         lead, inputs, outputs = dimensions(kernel.ndim, contracted)
         sizes = [[kernel.shape[d] for d in dims] for dims in (lead, inputs, outputs)]
         error = (kernel.astype(jnp.float32) - weight.dense()).reshape(*sizes[0], math.prod(sizes[1]), -1)
-        u, s, v = jnp.linalg.svd(error, full_matrices=False)
-        a = (u[..., : self.rank] * s[..., None, : self.rank]).reshape(*sizes[0], *sizes[1], self.rank)
-        b = v[..., : self.rank, :].reshape(*sizes[0], self.rank, *sizes[2])
-        return Adapted(weight, a.astype(self.dtype), b.astype(self.dtype), 1.0)
+        a, b = (x.astype(self.dtype) for x in factors(error, self.rank))
+        return Adapted(weight, a.reshape(*sizes[0], *sizes[1], -1), b.reshape(*sizes[0], self.rank, *sizes[2]), 1.0)
+
+
+def factors(matrix: Float[Array, "... n o"], rank: int) -> tuple[Float[Array, "... n r"], Float[Array, "... r o"]]:
+    """Return the factors of the nearest matrix of a rank, with the root of each singular value in both.
+
+    Args:
+      matrix: float32.
+      rank: of the product.
+    """
+    u, s, v = jnp.linalg.svd(matrix, full_matrices=False)
+    root = jnp.sqrt(s[..., :rank])
+    return u[..., :rank] * root[..., None, :], root[..., None] * v[..., :rank, :]
+
+
+def check_factors(name: str, rank: int, dtype: str) -> None:
+    """Check the settings of factors.
+
+    Args:
+      name: of the format.
+      rank: of the product.
+      dtype: of the factors.
+
+    Raises:
+      ConfigError: one is out of its range.
+    """
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ConfigError(f"{name}.rank = {rank!r}: must be a whole number of at least 1")
+    if dtype not in FLOATS:
+        raise ConfigError(f"{name}.dtype = {dtype!r}: must be one of {', '.join(FLOATS)}")
+
+
+def refuse_rank(name: str, rank: int, info: TensorInfo) -> bool:
+    """Return True if a matrix has at least a rank.
+
+    Args:
+      name: of the format.
+      rank: the rank.
+      info: the matrix.
+
+    Raises:
+      ConfigError: it has not.
+    """
+    assert info.contracted is not None
+    _, inputs, outputs = dimensions(len(info.shape), info.contracted)
+    most = min(math.prod(info.shape[d] for d in dims) for dims in (inputs, outputs))
+    if rank > most:
+        raise ConfigError(f"{name}.rank = {rank} is above the rank of {info.path}, which is {most}")
+    return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,13 @@ from jaxscale.nn.formats.integer_products import integer_product
 from jaxscale.nn.formats.kernels import kernel_product
 from jaxscale.nn.formats.numbers import from_table, numbers_of
 from jaxscale.nn.formats.packing import pack, unit, unpack
-from jaxscale.parallel import Arithmetic, Cast, Weight
-from jaxscale.parallel.weight import kernel_gradient, seed_for
+from jaxscale.nn.formats.rebuilt import Rebuilt
+from jaxscale.parallel import Arithmetic, Cast
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class StoredWeight(Weight):
+class StoredWeight(Rebuilt):
     """A kernel `(number(codes) - zero) · scale + offset`.
 
     `scale`, `zero` and `offset` have the kernel's rank: along a dimension of n entries, 1, n, or one for each of
@@ -44,7 +44,6 @@ class StoredWeight(Weight):
         and multiplies in the arithmetic of the layer. The codes are then "int2" to "int8", without zero points.
     """
 
-    gathers: ClassVar[bool] = True
     codes: UInt[Array, "..."]
     scale: Float[Array, "..."] | StoredWeight | None = None
     zero: Float[Array, "..."] | StoredWeight | None = None
@@ -92,56 +91,36 @@ class StoredWeight(Weight):
             x = x + spread(_float(self.offset), x.shape)
         return x.astype(dtype or jnp.float32)
 
-    def gathered(self, axes: tuple[str, ...], dtype: DTypeLike) -> Float[Array, "..."]:
-        """See `Weight`: devices exchange the codes and scales, and each computes the kernel from them."""
-        return constrain(self._whole(axes).dense(dtype), *axes)
+    def multiplied(
+        self, x: Float[Array, "..."], axes: tuple[str, ...], contracted: tuple[int, ...], arithmetic: Arithmetic
+    ) -> Float[Array, "..."]:
+        """See `Rebuilt`; with rounded activations a product of integers (`integer_product`).
 
-    def _whole(self, axes: tuple[str, ...]) -> StoredWeight:
-        """Return this weight, its arrays sharded as activations."""
-
-        def gather(x: Array) -> Array:
-            names = _names(x.shape, self.shape, axes)
-            return constrain(constrain(x, *names, kind="params"), *names)
-
-        return jax.tree.map(gather, self)
-
-    def multiplied(self, x: Float[Array, "..."], axes: tuple[str, ...], contracted: tuple[int, ...]) -> Array:
-        """Return the product of integers; see `integer_product`.
-
-        Args:
-          x: activations.
-          axes: logical axis per dimension of the kernel.
-          contracted: see `matmul`.
+        Gradients pass the rounding of activations as if there were none.
         """
-        whole = self._whole(axes)
-        assert self.activations is not None
+        if self.activations is None:
+            return super().multiplied(x, axes, contracted, arithmetic)
+        whole = self.whole(axes)
         codes = constrain(numbers_of(self.numbers).decode(whole.unpacked()).astype(jnp.int8), *axes)
         scale = None if whole.scale is None else _float(whole.scale)
-        return integer_product(x, codes, scale, contracted, self.activations)
+        return integer_product(x, codes, scale, contracted, self.activations).astype(arithmetic.out_dtype)
 
-    def matmul(
-        self,
-        x: Float[Array, "..."],
-        axes: tuple[str, ...],
-        contracted: tuple[int, ...],
-        arithmetic: Arithmetic,
-    ) -> Float[Array, "..."]:
-        """See `Weight`. The backward pass computes the kernel again; gradients reach float scales.
-
-        They pass the rounding of activations as if there were none.
-        """
-        arithmetic = self.arithmetic(arithmetic)
-        return _product(x, self, seed_for(x, arithmetic), axes, contracted, arithmetic)
-
-    def arithmetic(self, arithmetic: Arithmetic) -> Arithmetic:
-        """See `Weight`: the numbers of kernels that are stored in few bits."""
-        return arithmetic.for_stored()
+    def dot(  # type: ignore[no-untyped-def]
+        self, x: Array, axes: tuple[str, ...], summed: tuple[int, ...], dtype: DTypeLike, numbers, out_dtype: DTypeLike
+    ) -> Array:
+        """See `Rebuilt`; by a kernel where one serves."""
+        if isinstance(numbers, Cast):
+            names = [self.names("", a.shape, axes) for a in jax.tree.leaves(self)]
+            y = kernel_product(x, self, axes, names, summed, numbers.dtype, out_dtype)
+            if y is not None:
+                return y
+        return super().dot(x, axes, summed, dtype, numbers, out_dtype)
 
     def infos(self, info: TensorInfo) -> Tree:
         """See `Weight`; dimensions of codes and scales have the kernel's names wherever there are several."""
 
         def one(path: tuple[Any, ...], x: Array | TensorInfo) -> TensorInfo:
-            names = _names(x.shape, info.shape, info.axes)
+            names = self.names("", x.shape, info.axes)
             bits = numbers_of(self.numbers).bits if path == (jax.tree_util.GetAttrKey("codes"),) else None
             advice = partial(_advice, tuple(info.shape), tuple(x.shape), bits)
             return TensorInfo(f"{info.path}/{path_name(path)}", tuple(x.shape), x.dtype, names, advice=advice)
@@ -182,45 +161,3 @@ def _advice(kernel: tuple[int, ...], shape: tuple[int, ...], bits: int | None, d
         f"groups of {group} do not divide the {mine} weights of a device along dimension {dim}; a size that does is "
         f"{math.gcd(group, mine)}"
     )
-
-
-def _names(shape: tuple[int, ...], kernel: tuple[int, ...], axes: tuple[str | None, ...]) -> tuple[str | None, ...]:
-    """Return the kernel's axes for the dimensions of an array of a weight; a table has one more."""
-    pairs = zip(shape, kernel, axes, strict=False)
-    return tuple(a if m > 1 or n == 1 else None for m, n, a in pairs) + (None,) * (len(shape) - len(kernel))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _product(x, weight, seed, axes, contracted, arithmetic):  # type: ignore[no-untyped-def]
-    return _forward(x, weight, seed, axes, contracted, arithmetic)[0]
-
-
-def _forward(x, weight, seed, axes, contracted, arithmetic):  # type: ignore[no-untyped-def]
-    if weight.activations is not None:
-        y = weight.multiplied(x, axes, contracted).astype(arithmetic.out_dtype)
-    else:
-        y = _dot(x, weight, axes, contracted, arithmetic.dtype, arithmetic.forward, arithmetic.out_dtype)
-    return y, (x, weight, seed)  # not the kernel, so that no dense copy is held
-
-
-def _dot(x, weight, axes, summed, dtype, numbers, out_dtype):  # type: ignore[no-untyped-def]
-    if isinstance(numbers, Cast):
-        names = [_names(a.shape, weight.shape, axes) for a in jax.tree.leaves(weight)]
-        y = kernel_product(x, weight, axes, names, summed, numbers.dtype, out_dtype)
-        if y is not None:
-            return y
-    dims = tuple(range(x.ndim - len(summed), x.ndim))
-    left, right = numbers.left(x, dims), numbers.right(weight.gathered(axes, dtype), summed)
-    return numbers.dot(left, right, ((dims, summed), ((), ())), out_dtype)
-
-
-def _backward(axes, contracted, arithmetic, residuals, dy):  # type: ignore[no-untyped-def]
-    x, weight, seed = residuals
-    arithmetic = arithmetic.seeded(seed)
-    rest = tuple(d for d in range(len(axes)) if d not in contracted)
-    dx = _dot(dy, weight, axes, rest, arithmetic.dtype, arithmetic.input_gradient, x.dtype)
-    dkernel = kernel_gradient(x, dy, axes, contracted, arithmetic, jnp.float32)
-    return dx, jax.vjp(lambda w: w.dense(), weight)[1](dkernel)[0], None
-
-
-_product.defvjp(_forward, _backward)

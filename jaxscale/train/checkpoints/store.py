@@ -287,6 +287,7 @@ class Checkpoints:
         layout: Layout | None,
         say: Callable[[str], None] = log.info,
         part: str = "params",
+        some: bool = False,
     ) -> Tree:
         """Restore only the parameters, onto any layout.
 
@@ -296,6 +297,7 @@ class Checkpoints:
           layout: where to place them; `None` is the default device.
           say: prints a line.
           part: the part of the state that holds them (see `Algorithm.weights_in`).
+          some: whether the checkpoint may have further arrays, which are not read.
 
         Raises:
           CheckpointError: as `restore`.
@@ -306,7 +308,7 @@ class Checkpoints:
         where = dict.fromkeys(want, _default_sharding())
         if placed is not None:
             where = {f"{part}/{path_name(p)}": s for p, s in jax.tree_util.tree_leaves_with_path(placed)}
-        got = self._first_undamaged(step, lambda m, a: _read(m, a, want, where, f"{part}/"), say)[1]
+        got = self._first_undamaged(step, lambda m, a: _read(m, a, want, where, f"{part}/", some), say)[1]
         return jax.tree.unflatten(jax.tree.structure(params), [got[name] for name in want])
 
     def set_aside(self, after: int) -> None:
@@ -359,9 +361,9 @@ class Checkpoints:
 
 
 def _read(
-    manifest: Manifest, arrays: Arrays, want: dict[str, Any], where: dict[str, Any], prefix: str
+    manifest: Manifest, arrays: Arrays, want: dict[str, Any], where: dict[str, Any], prefix: str, some: bool = False
 ) -> dict[str, jax.Array]:
-    saved = {k: v for k, v in manifest["leaves"].items() if k.startswith(prefix)}
+    saved = {k: v for k, v in manifest["leaves"].items() if k.startswith(prefix) and (k in want or not some)}
     check_same(saved, want, f"checkpoint {manifest['step']}")
     return {name: place(arrays, name, x, where[name]) for name, x in want.items()}
 

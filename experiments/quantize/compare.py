@@ -5,10 +5,12 @@ A row of OUT/results.jsonl is a recipe at a width; rows that are there already a
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +23,27 @@ import jaxscale as js
 from jaxscale.convert.quantize import quantize
 from jaxscale.convert.recipes import (
     AWQ,
+    COMET,
     GPTQ,
     HQQ,
     AllocatedBits,
     BitStack,
+    BlockPruning,
     EoRA,
+    FlexQ,
+    LowRank,
     Recipe,
     RoundToNearest,
     SmoothQuant,
 )
 from jaxscale.data import heldout_batches
-from jaxscale.nn import WeightFormat, head_logits
+from jaxscale.models import ModelConfig
+from jaxscale.nn import WeightFormat, as_weight, head_logits
 from jaxscale.nn.formats import FewerBlocks
+from jaxscale.nn.formats.mixed_blocks import MixedWeight
 from jaxscale.run import Run
 from jaxscale.step.state import describe_model
+from jaxscale.step.stored import is_weight
 from jaxscale.train.checkpoints.read import dtype_named
 
 GROUP = 32
@@ -48,7 +57,14 @@ def recipes() -> list[Recipe]:
     ordered = [GPTQ(bits, GROUP, by_activation=True) for bits in (3, 2)]
     allocated = [AllocatedBits(bits=3.0, recipe=GPTQ(group=GROUP))]
     stacks = [BitStack(blocks=16), BitStack(blocks=6, rank=4)]
-    return [*few, *ordered, RoundToNearest(8, None), SmoothQuant(), *repaired, *allocated, *stacks]
+    mixed = [COMET(group=16, share=share) for share in (0.0, 0.125, 0.25, 0.5, 1.0)]
+    by_gptq = [COMET(group=16, share=share, recipe=GPTQ()) for share in (0.0, 0.125)]
+    six = [FlexQ(group=GROUP, share=share) for share in (0.0, 0.25, 1.0)]
+    single = [BlockPruning(share=share, taylor=taylor) for share in (0.6, 0.7, 0.8, 0.9) for taylor in (False, True)]
+    blocks = [BlockPruning(share=share, group=4, outputs=4, taylor=t) for share in (0.3, 0.5) for t in (False, True)]
+    narrow = [LowRank(rank=rank) for rank in (64, 32, 16)]
+    before = [*few, *ordered, RoundToNearest(8, None), SmoothQuant(), *repaired, *allocated]
+    return [*before, *stacks, *mixed, *by_gptq, *six, *single, *blocks, *narrow]
 
 
 def parts() -> dict[str, list[float]]:
@@ -64,8 +80,27 @@ def batches_of(run: Run) -> list[dict[str, np.ndarray]]:
 
 
 def loss_of(run: Run, batches: list[dict[str, np.ndarray]], part: WeightFormat | None = None) -> float:
-    """Return the mean negative log-likelihood of a token, in nats."""
-    graphdef, _ = describe_model(run.config.model)
+    """Return the mean negative log-likelihood of a token, in nats.
+
+    Args:
+      run: the run.
+      batches: from `batches_of`.
+      part: a format whose arrays are some of the run's, which alone are read.
+    """
+    weights = run.weights(run.last_step(), part=part)
+    few = [w for w in jax.tree.leaves(weights, is_leaf=is_weight) if is_weight(w)]
+    if not any(isinstance(w, MixedWeight) or getattr(w, "activations", None) for w in few):
+        infos = describe_model(run.config.model)[1]  # no activations are rounded: one program for all recipes
+        weights = jax.tree.map(lambda i, w: as_weight(w).dense(i.dtype), infos, weights)
+    nats = nats_of(run.config.model)
+    sums = [nats(weights, b) for b in batches]
+    return math.fsum(float(n) for n, _ in sums) / math.fsum(float(w) for _, w in sums)
+
+
+@functools.cache
+def nats_of(model: ModelConfig) -> Callable[[Any, dict[str, np.ndarray]], tuple[jax.Array, jax.Array]]:
+    """Return a function of parameters and a batch: the sum of the tokens' nats, and how many tokens there are."""
+    graphdef, _ = describe_model(model)
 
     @jax.jit
     def nats(params, batch):  # type: ignore[no-untyped-def]
@@ -77,9 +112,7 @@ def loss_of(run: Run, batches: list[dict[str, np.ndarray]], part: WeightFormat |
         weight = (batch["segment_ids"] != 0) * batch["weights"] if "segment_ids" in batch else batch["weights"]
         return -jnp.sum(own * weight), jnp.sum(weight)
 
-    weights = run.weights(run.last_step(), part=part)
-    sums = [nats(weights, b) for b in batches]
-    return math.fsum(float(n) for n, _ in sums) / math.fsum(float(w) for _, w in sums)
+    return nats
 
 
 def bytes_of(run: Run) -> int:

@@ -24,16 +24,20 @@ from jaxscale.nn import Part, Weight, as_weight
 from jaxscale.parallel import Arithmetic
 from jaxscale.step import TrainConfig
 
+SAMPLE = 128
+"""Tokens whose inputs are kept as they are."""
+
 
 class Book:
     """The inputs of matrices that were recorded while a layer was traced.
 
     Args:
       real: 1.0 for tokens, 0.0 for padding, (b, s).
+      sample: how many tokens' inputs to keep.
     """
 
-    def __init__(self, real: Array):
-        self._real = real
+    def __init__(self, real: Array, sample: int):
+        self._real, self._sample = real, sample
         self._seen: list[Array] = []
         self.place: dict[str, int] = {}
         self.sums: list[dict[str, Array]] = []
@@ -55,7 +59,8 @@ class Book:
         flat = flat.reshape(-1, flat.shape[-1])
         second = jnp.matmul(flat.T, flat, precision=jax.lax.Precision.HIGHEST)
         size = jnp.abs(flat)
-        self.sums.append({"second": second, "mean": size.sum(0), "largest": size.max(0, initial=0.0)})
+        some = flat[np.linspace(0, len(flat) - 1, min(self._sample, len(flat))).astype(int)]
+        self.sums.append({"second": second, "mean": size.sum(0), "largest": size.max(0, initial=0.0), "sample": some})
 
 
 @jax.tree_util.register_dataclass
@@ -188,7 +193,7 @@ class Calibration:
                 sums = self._observe(run, tuple(names), params, x, batch, jnp.int32(repeat))
                 total = [_both(a, b) for a, b in zip(total, sums, strict=True)] if total else sums
         places = self._place[run]
-        out = [Inputs(t["second"] / self.tokens, t["mean"] / self.tokens, t["largest"]) for t in total]
+        out = [Inputs(t["second"] / self.tokens, t["mean"] / self.tokens, t["largest"], t["sample"]) for t in total]
         return {name: out[n] for name, n in places.items()}
 
     def advance(self, run: int, repeat: int, params: Tree) -> None:
@@ -231,7 +236,7 @@ class Calibration:
         def observe(
             run: int, names: tuple[str, ...], params: Tree, x: Array, batch: Batch, repeat: Array
         ) -> list[dict[str, Array]]:
-            book = Book(_real(batch))
+            book = Book(_real(batch), -(-SAMPLE // len(self._batches)))
 
             def observed(path: tuple[Any, ...], kernel: Array) -> Any:
                 name = path_name(path)
@@ -247,7 +252,8 @@ class Calibration:
 def _both(a: dict[str, Array], b: dict[str, Array]) -> dict[str, Array]:
     """Return the sums of two parts of the tokens together."""
     largest = jnp.maximum(a["largest"], b["largest"])
-    return {"second": a["second"] + b["second"], "mean": a["mean"] + b["mean"], "largest": largest}
+    sums = {name: a[name] + b[name] for name in ("second", "mean")}
+    return {**sums, "largest": largest, "sample": jnp.concatenate([a["sample"], b["sample"]])}
 
 
 def _real(batch: Batch) -> Any:

@@ -25,7 +25,6 @@ from jaxscale.convert.calibration import Calibration, batches_of, observable, wi
 from jaxscale.convert.folding import Fold, folds_of
 from jaxscale.convert.pretrained import write_run
 from jaxscale.convert.recipes import Cost, Folding, Inputs, Recipe, output_error
-from jaxscale.convert.recipes.allocated import cost_of
 from jaxscale.convert.recipes.base import as_matrix
 from jaxscale.data import Corpus, HFTokenizer
 from jaxscale.errors import ConfigError, RunError
@@ -198,10 +197,7 @@ def _costs(
             inputs = calibration.inputs(run, repeat, params, [n for n in leaves if f"runs/{names[run]}/{n}" in of_path])
             for name, own in inputs.items():
                 info = of_path[f"runs/{names[run]}/{name}"]
-                assert info.contracted is not None
-                matrix = as_matrix(leaves[name][0], info.contracted)
-                cost = float(cost_of(matrix, own, recipe.format.of(info).group or len(matrix)))  # type: ignore[attr-defined]
-                losses[info.path] = losses.get(info.path, 0.0) + cost
+                losses[info.path] = losses.get(info.path, 0.0) + recipe.cost(leaves[name][0], info, own)
             if number < len(layers.order):
                 calibration.advance(run, repeat, params)
             say(f"costs of layer {number} of {len(layers.order)}")

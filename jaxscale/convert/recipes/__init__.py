@@ -4,22 +4,30 @@ from jaxscale.convert.recipes.allocated import AllocatedBits
 from jaxscale.convert.recipes.awq import AWQ
 from jaxscale.convert.recipes.base import Cost, Folding, Inputs, Recipe, output_error
 from jaxscale.convert.recipes.bit_stack import BitStack
+from jaxscale.convert.recipes.block_pruning import BlockPruning
+from jaxscale.convert.recipes.comet import COMET
 from jaxscale.convert.recipes.eora import EoRA
+from jaxscale.convert.recipes.flexq import FlexQ
 from jaxscale.convert.recipes.gptq import GPTQ
 from jaxscale.convert.recipes.hqq import HQQ
+from jaxscale.convert.recipes.low_rank import LowRank
 from jaxscale.convert.recipes.nearest import RoundToNearest
 from jaxscale.convert.recipes.smoothquant import SmoothQuant
 
 __all__ = [
     "AWQ",
+    "COMET",
     "GPTQ",
     "HQQ",
     "AllocatedBits",
     "BitStack",
+    "BlockPruning",
     "Cost",
     "EoRA",
+    "FlexQ",
     "Folding",
     "Inputs",
+    "LowRank",
     "Recipe",
     "RoundToNearest",
     "SmoothQuant",

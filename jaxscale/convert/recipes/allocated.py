@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxscale.config import register
 from jaxscale.convert.recipes.allocation import whole_bits
-from jaxscale.convert.recipes.base import Cost, Folding, Inputs, Recipe, output_error
+from jaxscale.convert.recipes.base import Cost, Folding, Inputs, Recipe, as_matrix, output_error
 from jaxscale.convert.recipes.gptq import GPTQ
 from jaxscale.errors import ConfigError
 from jaxscale.layout import TensorInfo
@@ -61,6 +61,13 @@ class AllocatedBits(Recipe):
         """The format of the widest numbers; that of each matrix is known once the costs are (`settled`)."""
         return dataclasses.replace(self.recipe, bits=max(self.widths)).format
 
+    def cost(self, kernel: Float[Array, "..."], info: TensorInfo, inputs: Inputs) -> float:
+        """Return the expected error of the outputs with 0 bits, as a share of their square; with b, this over 4^b."""
+        assert info.contracted is not None
+        matrix = as_matrix(kernel, info.contracted)
+        group = self.format.of(info).group  # type: ignore[attr-defined]
+        return float(cost_of(matrix, inputs, group or len(matrix)))
+
     def settled(self, costs: Callable[[], Mapping[str, Cost]]) -> Allotted:
         """See `Recipe`."""
         of = costs()
@@ -106,7 +113,7 @@ class Allotted(Recipe):
 
 @jax.jit
 def cost_of(matrix: Float[Array, "n o"], inputs: Inputs, group: int) -> Float[Array, ""]:
-    """Return the expected error of outputs with 0 bits, as a share of their square; see `Cost`.
+    """Return the expected error of outputs with 0 bits, as a share of their square; see `AllocatedBits.cost`.
 
     Args:
       matrix: float32.

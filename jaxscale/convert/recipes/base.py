@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 
 from jaxscale.errors import ConfigError
 from jaxscale.layout import TensorInfo
@@ -26,11 +26,13 @@ class Inputs(NamedTuple):
       second: mean of x xᵀ, float32 (n, n).
       mean: mean of |x|, float32 (n,).
       largest: largest |x|, float32 (n,).
+      sample: inputs of some tokens, float32 (t, n), or `None`.
     """
 
     second: Float[Array, "n n"]
     mean: Float[Array, " n"]
     largest: Float[Array, " n"]
+    sample: Float[Array, "t n"] | None = None
 
     def scaled(self, by: Float[Array, " n"]) -> Inputs:
         """Return the statistics of the inputs times a factor for each.
@@ -38,14 +40,24 @@ class Inputs(NamedTuple):
         Args:
           by: the factors, above 0.
         """
-        return Inputs(self.second * by[:, None] * by[None, :], self.mean * by, self.largest * by)
+        sample = None if self.sample is None else self.sample * by
+        return Inputs(self.second * by[:, None] * by[None, :], self.mean * by, self.largest * by, sample)
+
+    def taken(self, order: Int[Array, " n"]) -> Inputs:
+        """Return the statistics of the inputs in another order.
+
+        Args:
+          order: the old place of each input.
+        """
+        sample = None if self.sample is None else self.sample[:, order]
+        return Inputs(self.second[order][:, order], self.mean[order], self.largest[order], sample)
 
 
 class Cost(NamedTuple):
     """What rounding a matrix loses, over all layers of a stack.
 
     Args:
-      loss: expected error of the outputs with 0 bits, as a share of their square; with b bits it is this over 4^b.
+      loss: the sum of `Recipe.cost`.
       size: weights.
     """
 
@@ -105,6 +117,16 @@ class Recipe(abc.ABC):
           costs: computes the cost of each matrix by its path, in a pass over the calibration tokens.
         """
         return self
+
+    def cost(self, kernel: Float[Array, "..."], info: TensorInfo, inputs: Inputs) -> float:
+        """Return what a matrix of a layer would lose, for `settled`.
+
+        Args:
+          kernel: the matrix.
+          info: of all layers of a stack.
+          inputs: statistics of its inputs.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not weigh matrices")
 
     def of(self, info: TensorInfo) -> Recipe:
         """Return the recipe of a matrix: by default this one for all.

@@ -2,12 +2,15 @@
 
 from jaxscale.nn.formats.bit_planes import bit_plane_product, planes
 from jaxscale.nn.formats.by_name import ByName
+from jaxscale.nn.formats.factored import Factors
 from jaxscale.nn.formats.float_zeros import FloatZeros
 from jaxscale.nn.formats.low_rank import WithLowRank
+from jaxscale.nn.formats.mixed_blocks import MixedBlocks
 from jaxscale.nn.formats.numbers import NumberType, numbers_of
 from jaxscale.nn.formats.packing import pack, unpack
 from jaxscale.nn.formats.presets import FORMATS, PRESETS, GroupedIntegers
 from jaxscale.nn.formats.sign_blocks import FewerBlocks, SignBlocks
+from jaxscale.nn.formats.sparse import Sparse
 from jaxscale.nn.formats.statsq import StatsQ
 from jaxscale.nn.formats.stored import Stored
 from jaxscale.nn.formats.weight import StoredWeight
@@ -16,11 +19,14 @@ __all__ = [
     "FORMATS",
     "PRESETS",
     "ByName",
+    "Factors",
     "FewerBlocks",
     "FloatZeros",
     "GroupedIntegers",
+    "MixedBlocks",
     "NumberType",
     "SignBlocks",
+    "Sparse",
     "StatsQ",
     "Stored",
     "StoredWeight",

@@ -43,10 +43,7 @@ def integer_product(
     kernel = jnp.transpose(codes, (*contracted, *rest)).reshape(*cut, *(codes.shape[d] for d in rest))
     left = x.astype(jnp.float32).reshape(*tokens, *cut)
     at = tuple(len(tokens) + d for d in entries)
-    top = 2.0 ** (bits - 1) - 1
-    own = jnp.max(magnitudes(left), at, keepdims=True) / top
-    own = jnp.where(own > 0, own, 1.0)
-    whole = jnp.round(left / own).astype(jnp.int8)
+    whole, own = rounded_activations(left, at, bits)
     batch = tuple(len(tokens) + d for d in groups)
     y = lax.dot_general(whole, kernel, ((at, entries), (batch, groups)), preferred_element_type=jnp.int32)
     # (groups, tokens, outputs)
@@ -57,3 +54,18 @@ def integer_product(
     own = jnp.moveaxis(own.reshape(*tokens, *counts), range(len(tokens), len(tokens) + n), range(n))
     y = y.astype(jnp.float32) * wide * own.reshape(*counts, *tokens, *(1,) * len(rest))
     return jnp.sum(y, tuple(range(n))) if math.prod(counts) > 1 else y.reshape(y.shape[n:])
+
+
+def rounded_activations(
+    x: Float[Array, "..."], group: tuple[int, ...], bits: int
+) -> tuple[Int8[Array, "..."], Float[Array, "..."]]:
+    """Return activations as integers, and their scales: the largest one of a group over the largest integer.
+
+    Args:
+      x: float32.
+      group: dimensions whose entries share a scale.
+      bits: of an integer, 2 to 8.
+    """
+    own = jnp.max(magnitudes(x), group, keepdims=True) / (2.0 ** (bits - 1) - 1)
+    own = jnp.where(own > 0, own, 1.0)
+    return jnp.round(x / own).astype(jnp.int8), own

@@ -9,6 +9,7 @@ from jaxscale.nn.formats.mixed_blocks import MixedBlocks
 from jaxscale.nn.formats.numbers import NumberType, numbers_of
 from jaxscale.nn.formats.packing import pack, unpack
 from jaxscale.nn.formats.presets import FORMATS, PRESETS, GroupedIntegers
+from jaxscale.nn.formats.rebuilt import Rebuilt
 from jaxscale.nn.formats.sign_blocks import FewerBlocks, SignBlocks
 from jaxscale.nn.formats.sparse import Sparse
 from jaxscale.nn.formats.statsq import StatsQ
@@ -25,6 +26,7 @@ __all__ = [
     "GroupedIntegers",
     "MixedBlocks",
     "NumberType",
+    "Rebuilt",
     "SignBlocks",
     "Sparse",
     "StatsQ",

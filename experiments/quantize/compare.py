@@ -57,14 +57,13 @@ def recipes() -> list[Recipe]:
     ordered = [GPTQ(bits, GROUP, by_activation=True) for bits in (3, 2)]
     allocated = [AllocatedBits(bits=3.0, recipe=GPTQ(group=GROUP))]
     stacks = [BitStack(blocks=16), BitStack(blocks=6, rank=4)]
-    mixed = [COMET(group=16, share=share) for share in (0.0, 0.125, 0.25, 0.5, 1.0)]
-    by_gptq = [COMET(group=16, share=share, recipe=GPTQ()) for share in (0.0, 0.125)]
-    six = [FlexQ(group=GROUP, share=share) for share in (0.0, 0.25, 1.0)]
-    single = [BlockPruning(share=share, taylor=taylor) for share in (0.6, 0.7, 0.8, 0.9) for taylor in (False, True)]
-    blocks = [BlockPruning(share=share, group=4, outputs=4, taylor=t) for share in (0.3, 0.5) for t in (False, True)]
-    narrow = [LowRank(rank=rank) for rank in (64, 32, 16)]
+    mixed = [COMET(group=16, share=share) for share in (0.0, 0.125, 0.25, 1.0)]
+    mixed += [COMET(group=16, share=0.125, recipe=GPTQ()), *(FlexQ(group=GROUP, share=share) for share in (0.0, 0.25))]
+    pruned = [BlockPruning(share=share, taylor=taylor) for share in (0.6, 0.8) for taylor in (True, False)]
+    pruned += [BlockPruning(share=0.3, group=4, outputs=4, taylor=taylor) for taylor in (True, False)]
+    narrow = [LowRank(rank=rank) for rank in (64, 32)]
     before = [*few, *ordered, RoundToNearest(8, None), SmoothQuant(), *repaired, *allocated]
-    return [*before, *stacks, *mixed, *by_gptq, *six, *single, *blocks, *narrow]
+    return [*before, *stacks, *mixed, *pruned, *narrow]
 
 
 def parts() -> dict[str, list[float]]:

@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
         sample = None if self.sample is None else self.sample * by
         return Inputs(self.second * by[:, None] * by[None, :], self.mean * by, self.largest * by, sample)
 
-    def taken(self, order: Int[Array, " n"]) -> Inputs:
+    def reordered(self, order: Int[Array, " n"]) -> Inputs:
         """Return the statistics of the inputs in another order.
 
         Args:

@@ -65,5 +65,5 @@ class COMET(Recipe):
         order = jnp.argsort(-inputs.largest).astype(jnp.int32)
         flat = kernel.reshape(math.prod(kernel.shape[:n]), *kernel.shape[n:])[order]
         recipe = dataclasses.replace(self.recipe, weights=form.weights)
-        weight = recipe.quantize(flat, (-flat.ndim,), inputs.taken(order))
+        weight = recipe.quantize(flat, (-flat.ndim,), inputs.reordered(order))
         return form.split(weight, order, kernel.shape[:n])

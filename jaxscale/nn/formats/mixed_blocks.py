@@ -146,11 +146,11 @@ class MixedBlocks(WeightFormat):
         cut = self.rows(n)
 
         def part(begin: int, end: int, bits: int | None) -> StoredWeight:
-            def taken(x: Array) -> Array:
+            def sliced(x: Array) -> Array:
                 size = x.shape[axis]
                 return jax.lax.slice_in_dim(x, begin * size // n, end * size // n, axis=axis)
 
-            return dataclasses.replace(jax.tree.map(taken, weight), activations=bits)
+            return dataclasses.replace(jax.tree.map(sliced, weight), activations=bits)
 
         every = (part(0, cut, 8), part(cut, n, self.weights.activations))
         return MixedWeight(order, tuple(p for p in every if p.codes.size), inputs)

@@ -21,8 +21,8 @@ from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import GELU, LayerNorm, MixtureOfExperts, QKNorm
 from jaxscale.nn.norms import UnitOffsetRMSNorm
-from jaxscale.optim import SOAP, Adafactor, AdamW8bit, EightBit, ScheduleFreeAdamW
-from jaxscale.step import Distill, LocalSteps, WeightEMA
+from jaxscale.optim import SOAP, Adafactor, AdamW8bit, EightBit
+from jaxscale.step import Distill, LocalSteps
 from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.state import describe_model
 from jaxscale.train import FromRun
@@ -213,8 +213,6 @@ def test_what_cannot_grow_is_refused_in_a_sentence(small, tmp_path):
 OTHER = [
     dict(optimizer=AdamW8bit(storage=EightBit(min_size=0))),
     dict(optimizer=SOAP()),
-    dict(optimizer=ScheduleFreeAdamW()),
-    dict(algorithm=WeightEMA(0.5)),
     dict(algorithm=LocalSteps(replicas=2, every=2)),
 ]
 

@@ -55,9 +55,8 @@ def files_of(run):
     [
         GPTQ(4, 8),
         pytest.param(AWQ(4, 8), marks=pytest.mark.long),
-        *(pytest.param(r, marks=pytest.mark.long) for r in (RoundToNearest(4, 8), SmoothQuant(), HQQ(4, 8))),
-        pytest.param(EoRA(recipe=GPTQ(4, 8), rank=4), marks=pytest.mark.long),
-        pytest.param(GPTQ(weights=Stored("nf4", group=8)), marks=pytest.mark.long),
+        *(pytest.param(r, marks=pytest.mark.long) for r in (SmoothQuant(), HQQ(4, 8))),
+        pytest.param(EoRA(recipe=GPTQ(weights=Stored("nf4", group=8)), rank=4), marks=pytest.mark.long),
     ],
     ids=lambda r: type(r).__name__,
 )
@@ -102,8 +101,8 @@ def test_a_kill_between_layers_or_while_writing_gives_the_same_bytes(base, tmp_p
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", [HQQ(3, 8), GPTQ(3, 8)], ids=lambda r: type(r).__name__)
-def test_a_layout_gives_the_same_weights(base, tmp_path, recipe):
+def test_a_layout_gives_the_same_weights(base, tmp_path):
+    recipe = GPTQ(3, 8)
     one = quantize(base, tmp_path / "one", recipe, **OPTIONS)
     many = quantize(base, tmp_path / "many", recipe, layout=js.Layout("data=2,tensor=2"), **OPTIONS)
     assert many.config.layout == js.Layout("data=2,tensor=2")
@@ -112,19 +111,16 @@ def test_a_layout_gives_the_same_weights(base, tmp_path, recipe):
         # sums over devices have another order: a weight in the middle of two numbers may round to the other
         assert np.isclose(a, b, atol=1e-4).mean() > 0.97
         assert np.linalg.norm(a - b) <= 0.1 * np.linalg.norm(a)
-    if not recipe.reads_inputs:
-        assert files_of(one).keys() == files_of(many).keys()
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({}, marks=pytest.mark.long),
         dict(norm=LayerNorm, bias=True, qkv_bias=True, kv_heads=4),
         pytest.param(dict(norm=UnitOffsetRMSNorm, mlp=GeGLU, kv_heads=1), marks=pytest.mark.long),
         pytest.param(dict(parallel=True), marks=pytest.mark.long),
     ],
-    ids=["llama", "biases", "gemma", "parallel"],
+    ids=["biases", "gemma", "parallel"],
 )
 def test_factors_leave_the_function_as_it_is(changes):
     model = dataclasses.replace(MODEL, scan=False, **changes)

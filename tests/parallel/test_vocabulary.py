@@ -27,7 +27,7 @@ from tests.truth.errors import raises_saying
 B, S, E, K, V = 8, 4, 16, 5, 61  # four devices do not divide the vocabulary
 CAP = 3.0
 NAMES = ("logprobs", "entropy", "forward", "half way")
-LAYOUTS = ["data=8", "data=2,tensor=4", "fsdp=4,tensor=2", "context=2,fsdp=2,tensor=2"]
+LAYOUTS = ["data=8", "fsdp=4,tensor=2", "context=2,fsdp=2,tensor=2"]
 
 
 def forward_kl(t, s):

@@ -113,7 +113,6 @@ CASES = {
     [
         ("out of a sharded dimension", Int8(kernel_gradient=True, stochastic=True)),
         ("into a sharded dimension", Fp8()),
-        long("into a sharded dimension", Int8(kernel_gradient=True)),
         long("out of a sharded dimension", MXFP8(block=2)),
     ],
 )
@@ -131,7 +130,7 @@ def test_on_a_layout_a_product_and_its_gradients_are_those_of_one_device(case, r
         assert_leaves_agree(jax.jit(all_of)(x, kernel), want)
 
 
-@pytest.mark.parametrize("recipe", [Int8(), Fp8(), long(Int8(scaling="tensor", kernel_gradient=True))], ids=str)
+@pytest.mark.parametrize("recipe", [Int8(), long(Int8(scaling="tensor", kernel_gradient=True))], ids=str)
 def test_overlapped_products_are_those_of_one_device(recipe):
     axes, into, out = ("embed", "heads", "head_dim"), ("embed", "mlp"), ("mlp", "embed")
     x, q, up, down, h, *dys = arrays(
@@ -165,10 +164,7 @@ SLOTS = experts.Capacity(8, 8)
     [
         (Int8(kernel_gradient=True), None),
         (Fp8(scaling="tensor"), SLOTS),
-        long(MXFP8(block=2), SLOTS),
         long(MXFP8(block=2), None),
-        long(Fp8(scaling="tensor"), None),
-        long(Int8(kernel_gradient=True), SLOTS),
     ],
 )
 def test_experts_on_a_layout_are_those_of_one_device(recipe, capacity):
@@ -379,8 +375,8 @@ def test_random_numbers_are_the_same_for_a_part_of_the_batch_and_on_every_layout
     "layout, settings",
     [
         (Layout("fsdp=2,tensor=2", sequence_sharded=True), dict(overlap=("attention", "mlp"))),
-        (Layout("data=2,expert=2"), dict(mlp=MixtureOfExperts(experts=4))),
-        (Layout("pipeline=2,fsdp=2", pipeline="zb-h1"), {}),
+        long(Layout("data=2,expert=2"), dict(mlp=MixtureOfExperts(experts=4))),
+        long(Layout("pipeline=2,fsdp=2", pipeline="zb-h1"), {}),
     ],
     ids=["overlap", "experts", "pipeline"],
 )
@@ -423,7 +419,6 @@ def steps(x, up, down, arithmetic):
     "topology, recipe, wide",
     [
         ("v6e:2x2", Int8(), "s8 s8"),
-        pytest.param("v5p:2x2x1", Int8(), "s8 s8", marks=pytest.mark.long),
         pytest.param("tpu7x:2x2x1", Fp8(), "f8e4m3fn f8e4m3fn", marks=pytest.mark.long),
     ],
 )

@@ -28,10 +28,8 @@ from jaxscale.convert.recipes import (
     HQQ,
     AllocatedBits,
     BitStack,
-    BlockPruning,
     EoRA,
     FlexQ,
-    LowRank,
     Recipe,
     RoundToNearest,
     SmoothQuant,
@@ -59,11 +57,8 @@ def recipes() -> list[Recipe]:
     stacks = [BitStack(blocks=16), BitStack(blocks=6, rank=4)]
     mixed = [COMET(group=16, share=share) for share in (0.0, 0.125, 0.25, 1.0)]
     mixed += [COMET(group=16, share=0.125, recipe=GPTQ()), *(FlexQ(group=GROUP, share=share) for share in (0.0, 0.25))]
-    pruned = [BlockPruning(share=share, taylor=taylor) for share in (0.6, 0.8) for taylor in (True, False)]
-    pruned += [BlockPruning(share=0.3, group=4, outputs=4, taylor=taylor) for taylor in (True, False)]
-    narrow = [LowRank(rank=rank) for rank in (64, 32)]
     before = [*few, *ordered, RoundToNearest(8, None), SmoothQuant(), *repaired, *allocated]
-    return [*before, *stacks, *mixed, *pruned, *narrow]
+    return [*before, *stacks, *mixed]
 
 
 def parts() -> dict[str, list[float]]:

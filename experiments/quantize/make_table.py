@@ -11,7 +11,7 @@ BEGIN, END = "<!-- table -->\n", "<!-- end of the table -->"
 
 DEFAULTS = (
     r", (weights|power|steps|strength|damping|widths)=.*?(?=, \w+=|\))", r", (clip|beta|growth|iterations)=[\w.]+",
-    r", by_activation=False", r", dtype='bfloat16'",
+    r", by_activation=False", r", dtype='bfloat16'", r", activations=4(?=, recipe)",
 )  # fmt: skip
 """Settings that are as they come."""
 
@@ -28,7 +28,12 @@ def table() -> str:
         name = name.replace("EoRA(bits=4, group=128, ", "EoRA(").replace(
             "group=128, recipe=GPTQ(bits=4, ", "recipe=GPTQ("
         )
-        name = "none (float32)" if name == "none" else f"`{name}`"
+        name = name.replace("BitStack(bits=4, group=128, ", "BitStack(").replace(
+            "=RoundToNearest(bits=4, group=128)", ""
+        )
+        name = name.replace(", recipe)", ")")
+        name, with_, part = name.partition(" with ")
+        name = "none (float32)" if name == "none" else f"`{name}`{with_}{part}"
         gap = row["loss"] - rows[0]["loss"]
         lines.append(f"| {name} | {8 * row['bytes'] / weights:.2f} | {row['loss']:.4f} | {gap:+.4f} |")
     return "\n".join(lines) + "\n"

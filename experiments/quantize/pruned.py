@@ -1,8 +1,8 @@
 """Held-out loss of one model with weights left out: python experiments/quantize/pruned.py RUN.
 
 One pass over the calibration rows collects the statistics of all layers of the model as it is; `jaxscale quantize`
-instead computes those of a layer after the layers before it are rounded. Writes pruned.jsonl, whose rows are not computed
-again, and prints a table.
+instead computes those of a layer after the layers before it are rounded. Writes pruned.jsonl, whose rows are not
+computed again, and prints a table.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROWS, BATCH = 64, 16
 
 def recipes() -> list[Recipe]:
     """Return the recipes that are compared."""
-    single = [BlockPruning(share=share, taylor=taylor) for share in (0.6, 0.8) for taylor in (False, True)]
+    single = [BlockPruning(share=share, taylor=taylor) for share in (0.6, 0.7, 0.8) for taylor in (False, True)]
     blocks = [BlockPruning(share=0.3, group=4, outputs=4, taylor=taylor) for taylor in (False, True)]
     return [*(LowRank(rank=rank) for rank in (64, 32)), *single, BlockPruning(share=0.9), *blocks]
 

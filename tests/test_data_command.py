@@ -185,3 +185,16 @@ def test_a_mistake_is_one_sentence(run, tmp_path, argv, words):
 def test_a_misspelt_action_names_the_nearest(word, action, capsys):
     assert main(["data", word, "a.txt"]) == 2
     assert f"no action '{word}'; did you mean '{action}'?" in capsys.readouterr().err
+
+
+def test_a_pattern_of_plain_and_compressed_files_is_one_of_json_lines(tmp_path, capsys):
+    (tmp_path / "texts").mkdir()
+    line = json.dumps({"text": "x" * 2000}).encode() + b"\n"
+    (tmp_path / "texts" / "a.jsonl").write_bytes(line)
+    (tmp_path / "texts" / "b.jsonl.gz").write_bytes(gzip.compress(line))
+    for pattern in ("*.jsonl*", "*.*"):
+        assert main(["data", "show", f"{tmp_path}/texts/{pattern}", "--json"]) == 0
+        assert [d["tokens"] for d in json.loads(capsys.readouterr().out)["documents"]] == [2001, 2001]
+    (tmp_path / "texts" / "c.md").write_text("text")
+    assert main(["data", "show", f"{tmp_path}/texts/*.*"]) == 2
+    assert "matches files that end in .jsonl, .md; name one kind, as in '*.jsonl'" in capsys.readouterr().err

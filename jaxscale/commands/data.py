@@ -149,6 +149,7 @@ def _has(what: str, name: str) -> bool:
 def _corpus_of(what: str, path: Path, field: str | None) -> Corpus:
     """Return the corpus of a path or a glob that is no config."""
     from jaxscale import data
+    from jaxscale.data.files import matching
     from jaxscale.data.lines import uncompressed
 
     field_or_text = "text" if field is None else field
@@ -159,6 +160,13 @@ def _corpus_of(what: str, path: Path, field: str | None) -> Corpus:
     if path.is_dir():
         raise DataError(f"{what} is a folder; name its files by a glob in quotes, such as '{path}/**/*.jsonl'")
     suffix = Path(uncompressed(path.name)).suffix
+    if has_magic(suffix):  # such as *.jsonl*, for plain and compressed files
+        suffixes = sorted({Path(uncompressed(name)).suffix for name, _ in matching(what)})
+        if len(suffixes) > 1 and {".jsonl", ".ndjson", ".parquet"} & {*suffixes}:
+            raise DataError(
+                f"{what} matches files that end in {', '.join(suffixes)}; name one kind, as in '*{suffixes[0]}'"
+            )
+        suffix = suffixes[0]
     if suffix in (".jsonl", ".ndjson"):
         return data.jsonl_files(what, field_or_text)
     if suffix == ".parquet":

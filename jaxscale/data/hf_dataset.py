@@ -135,6 +135,9 @@ class HFDataset(TextCorpus):
                 if self.split not in rows:
                     raise DataError(f"{self.name_or_path} has no split '{self.split}'{near(self.split, rows)}")
                 rows = rows[self.split]
+            elif self.split not in ("train", str(rows.split)):
+                own = "one data set without splits" if rows.split is None else f"the split '{rows.split}' alone"
+                raise DataError(f"{self.name_or_path} is {own}; leave out hf_dataset.split")
             return rows.to_iterable_dataset() if self.streaming else rows
 
     @contextlib.contextmanager

@@ -16,6 +16,7 @@ SUFFIXES = (".gz", ".zst")
 """Suffixes of compressed files, which are not a part of documents' names."""
 
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_OTHERS = {b"BZh": "bzip2", b"\xfd7z": "xz", b"PK\x03": "zip"}
 _READ = 2**20
 _COMPRESSED = 2**12
 """Compressed bytes that are read at a time: Zstandard makes at most 100 MB of them, and 40 kB of real text."""
@@ -80,7 +81,7 @@ def _blocks(path: File) -> Iterator[tuple[bytes, int]]:
     size = position = lines = 0
     try:
         with open_file(path) as file:
-            for chunk in _content(file):
+            for chunk in _content(file, str(path)):
                 position = file.tell()
                 size += len(chunk)
                 end = chunk.rfind(b"\n") + 1
@@ -102,7 +103,7 @@ def _blocks(path: File) -> Iterator[tuple[bytes, int]]:
         yield b"".join(parts), position
 
 
-def _content(file: IO[bytes]) -> Iterator[bytes]:
+def _content(file: IO[bytes], path: str) -> Iterator[bytes]:
     magic = file.read(4)
     file.seek(0)
     if magic[:2] == _GZIP:
@@ -111,6 +112,10 @@ def _content(file: IO[bytes]) -> Iterator[bytes]:
                 yield chunk
     elif magic == _ZSTD or magic[1:] == b"\x2a\x4d\x18":  # or a frame to skip, as parallel compressors write
         yield from _zstd(file)
+    elif magic[:3] in _OTHERS:
+        raise DataError(f"{path} is compressed by {_OTHERS[magic[:3]]}; compress it by gzip or Zstandard instead")
+    elif path.endswith(SUFFIXES) and magic.lstrip()[:1] not in (b"{", b""):  # servers may have unpacked it
+        raise DataError(f"{path} does not begin like a {path[path.rindex('.') :]} file; copy it again")
     else:
         while chunk := file.read(_READ):
             yield chunk

@@ -445,6 +445,8 @@ def train_bpe(corpus: TextCorpus | Iterable[str], vocab_size: int, path: str | P
         raise DataError(
             f"vocab_size={vocab_size} is less than the 256 bytes and an end-of-text token; use 257 or more."
         )
+    if is_url(path):
+        raise DataError(f"{path} is in a bucket, and a tokenizer is written to a disk; name a file, and copy it later.")
     library = _hf()
     bpe = library.Tokenizer(library.models.BPE())
     bpe.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)

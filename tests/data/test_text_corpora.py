@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 import sys
@@ -150,6 +151,11 @@ LINES = [
     (lambda r: bad(r / "a.jsonl.gz", gzip.compress(GOOD)[:99] + b"x" * 50), r"a\.jsonl\.gz is damaged.*line 0"),
     (lambda r: bad(r / "a.jsonl.zst", zstd(GOOD)[:-5]), r"a\.jsonl\.zst is damaged or truncated.*incomplete"),
     (lambda r: bad(r / "a.jsonl.zst", zstd(GOOD)[:99] + b"x" * 50), r"a\.jsonl\.zst is damaged"),
+    (lambda r: bad(r / "a.jsonl.gz", b"xx" + gzip.compress(GOOD)[2:]), r"a\.jsonl\.gz does not begin like a \.gz file"),
+    (
+        lambda r: bad(r / "a.jsonl.bz2", bz2.compress(GOOD)),
+        r"a\.jsonl\.bz2 is compressed by bzip2; compress it by gzip or",
+    ),
     (lambda r: bad(r / "a.jsonl", GOOD + b'{"text": "unfin'), r"a\.jsonl, line 61: it is not valid JSON"),
     (lambda r: bad(r / "a.jsonl", b'{"text": "a"}\n["text"]\n'), r"line 2: it is of type list and not an object"),
     (lambda r: bad(r / "a.jsonl", b"[" * 100_000), r"line 1: it is nested too deep"),
@@ -231,6 +237,10 @@ def test_a_schema_that_differs_is_named_before_a_row_is_read(tmp_path, monkeypat
         ({"field": "txt"}, r"has no column 'txt'; did you mean 'text'\?"),
         ({"field": "other"}, r"row 0: its field 'other' is of type int and not a text"),
         ({"split": "trian"}, r"has no split 'trian'; did you mean 'train'\?"),
+        (
+            {"name_or_path": "saved", "split": "test"},
+            r"saved is one data set without splits; leave out hf_dataset.split",
+        ),
         ({"name_or_path": "savd"}, r"there is no data set .*did you mean .*saved'"),
     ],
 )

@@ -1,13 +1,14 @@
 """Attack a run in a bucket: kill it, damage its objects, let the server fail; test that nothing is silent or lost.
 
-    python -m experiments.reliability.buckets --kills 100 --damages 200
+    python -m experiments.reliability.buckets --kills 100 --staged 100 --damages 200 --failures 40
 
 The bucket is on a server of S3's protocol on loopback (moto). Parts are chosen with --kills 0 and the like.
 
 Kills: a run that saves every 20 steps is killed (SIGKILL) at random moments and started again, every second time
 without its working copy, as on another machine. Its losses are compared with those of a run on a disk that was never
-killed. Damages: an object is damaged; `checkpoint verify` has to fail, and reading has to give another whole checkpoint
-or an error. Failures: a proxy answers a share of the requests with errors, refuses them for some seconds, or lets the
+killed. Staged kills: the same with checkpoints that are written to a disk first and uploaded behind the run. Damages:
+an object is damaged; `checkpoint verify` has to fail, and reading has to give another whole checkpoint or an error.
+Failures: a proxy answers a share of the requests with errors or never, refuses them for some seconds, or lets the
 credentials expire; the run has to end with the same parameters, if need be after another start.
 """
 
@@ -44,10 +45,10 @@ from jaxscale.buckets import Bucket
 from jaxscale.cli import main as command
 from jaxscale.errors import JaxscaleError
 from tests.truth.runs import bigram
-from tests.truth.servers import at_random, failing, object_stores
+from tests.truth.servers import SILENT, at_random, failing, object_stores
 
 RESULTS = Path(__file__).parent / "results" / "buckets.json"
-URL, EVERY, REFERENCE = "s3://runs/killed", 20, 4000
+EVERY, REFERENCE = 20, 4000
 SEEN = ("damaged", "not what was written", "not sealed", "not finished")
 """What `checkpoint verify` says of an object that is not what was written, or is missing."""
 _MANIFEST = re.compile(r"checkpoints/(\d+)/manifest\.json")
@@ -57,6 +58,7 @@ def main() -> None:
     """Run the parts and print a table of each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=100, help="number of kills (default %(default)s)")
+    parser.add_argument("--staged", type=int, default=100, help="number of kills with train.staging (default 100)")
     parser.add_argument("--damages", type=int, default=200, help="number of damaged objects (default %(default)s)")
     parser.add_argument("--failures", type=int, default=30, help="number of runs with a failing server (default 30)")
     parser.add_argument("--seed", type=int, default=0)
@@ -65,12 +67,18 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="jaxscale-buckets-"))
     lives.configure(folder / "compiled")
     os.environ["JAXSCALE_CACHE"] = str(folder / "cache")
+    os.environ["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = (
+        "2"  # a silent server is given up after this time; 60 in use
+    )
     working_copy.PERIOD = 0.3
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     with object_stores() as variables:
         os.environ.update(variables)
         if args.kills:
-            results["kills"] = kills(folder, args.kills, random.Random(args.seed))
+            results["kills"] = kills(folder, "s3://runs/killed", args.kills, random.Random(args.seed))
+        if args.staged:
+            disk = folder / "staging"
+            results["staged"] = kills(folder, "s3://runs/staged", args.staged, random.Random(args.seed), disk)
         if args.damages:
             results["damages"] = damages(folder, args.damages, random.Random(args.seed))
         if args.failures:
@@ -85,27 +93,30 @@ def main() -> None:
 # --- kills ------------------------------------------------------------------------------------------------------------
 
 
-def kills(folder: Path, count: int, dice: random.Random) -> list[dict[str, Any]]:
+def kills(folder: Path, url: str, count: int, dice: random.Random, staging: Path | None = None) -> list[dict[str, Any]]:
     """Kill a run and start it again, `count` times; return a row for each."""
     log, rows = folder / "log", []
-    lives.wait(lives.start(functools.partial(_fit, folder / "whole", REFERENCE), 1, 1, log))
+    if not (folder / "whole").exists():
+        lives.wait(lives.start(functools.partial(_fit, folder / "whole", REFERENCE), 1, 1, log))
     want = {row["step"]: row["loss"] for row in _rows((folder / "whole" / "metrics.jsonl").read_bytes())}
     for number in range(count):
         faults: list[str] = []
         moved = dice.random() < 0.5
         if moved:
             shutil.rmtree(folder / "cache" / "buckets", ignore_errors=True)
-        before = max(_finished(), default=0)
-        child = lives.start(functools.partial(_fit, URL, 10**6), 1, 1, log)
+            if staging is not None:
+                shutil.rmtree(staging, ignore_errors=True)
+        before = max(_finished(url), default=0)
+        child = lives.start(functools.partial(_fit, url, 10**6, staging), 1, 1, log)
         ahead = dice.randint(1, 3)
-        if not lives.until(lambda: max(_finished(), default=0) >= before + ahead * EVERY, child):  # noqa: B023
+        if not lives.until(lambda: max(_finished(url), default=0) >= before + ahead * EVERY, child):  # noqa: B023
             faults.append("did not get that far: " + " ".join(log.read_text().splitlines()[-3:]))
         time.sleep(dice.random() * 0.4)
         lives.kill(child)
         lives.wait(child)
-        finished, keys = _finished(), _keys()
+        finished, keys = _finished(url), _keys(url)
         unfinished = {k.split("/")[1] for k in keys if re.match(r"checkpoints/\d+/", k)} - {str(s) for s in finished}
-        metrics = _rows(_get("metrics.jsonl"))
+        metrics = _rows(_get(url, "metrics.jsonl"))
         steps = [row["step"] for row in metrics]
         last = {row["step"]: row["loss"] for row in metrics}
         if missing := [s for s in range(1, max(finished, default=0) + 1) if s not in last]:
@@ -114,7 +125,7 @@ def kills(folder: Path, count: int, dice: random.Random) -> list[dict[str, Any]]
             faults.append(f"steps {wrong[:5]} have other losses than an uninterrupted run")
         checked = folder / "checked"
         checked.unlink(missing_ok=True)
-        lives.wait(lives.start(functools.partial(_verify, checked), 1, 1, log))
+        lives.wait(lives.start(functools.partial(_verify, url, checked), 1, 1, log))
         faults += checked.read_text().splitlines() if checked.exists() else ["verification ended"]
         rows.append({"kill": number, "moved": moved, "hit": "a save" if unfinished else "a step", "faults": faults,
                      "at": steps[-1] if steps else 0, "newest": max(finished, default=0)})  # fmt: skip
@@ -122,21 +133,21 @@ def kills(folder: Path, count: int, dice: random.Random) -> list[dict[str, Any]]
     return rows
 
 
-def _fit(run: str | Path, steps: int) -> None:
-    settings = bigram(steps=steps, checkpoint_every=EVERY, keep=2)
+def _fit(run: str | Path, steps: int, staging: Path | None = None) -> None:
+    settings = bigram(steps=steps, checkpoint_every=EVERY, keep=2, staging=None if staging is None else str(staging))
     js.fit(js.TrainConfig(**settings), run=run, resume="newest", quiet=True)
 
 
-def _verify(out: Path) -> None:
-    shutil.rmtree(working_copy.cache_root(), ignore_errors=True)
-    checkpoints = js.train.checkpoints_in(URL)
+def _verify(run: str, out: Path) -> None:
+    os.environ["JAXSCALE_CACHE"] = str(out.parent / "cache of the check")  # the run's working copy stays
+    checkpoints = js.train.checkpoints_in(run)
     faults = [fault for step in checkpoints.steps() for fault in checkpoints.arrays(step).faults()]
     out.write_text("".join(f"{fault}\n" for fault in faults))
 
 
-def _get(key: str) -> bytes:
+def _get(run: str, key: str) -> bytes:
     """Read an object by plain HTTP: the parent uses no TensorStore, since it forks."""
-    url = f"{os.environ['AWS_ENDPOINT_URL']}/runs/killed/{urllib.parse.quote(key)}"
+    url = f"{os.environ['AWS_ENDPOINT_URL']}/{run.removeprefix('s3://')}/{urllib.parse.quote(key)}"
     signed = {"Authorization": "AWS4-HMAC-SHA256 Credential=tests/20260101/us-east-1/s3/aws4_request"}
     with contextlib.suppress(urllib.error.HTTPError):
         with urllib.request.urlopen(urllib.request.Request(url, headers=signed)) as answer:
@@ -144,21 +155,22 @@ def _get(key: str) -> bytes:
     return b""
 
 
-def _keys() -> list[str]:
+def _keys(run: str) -> list[str]:
+    bucket, _, name = run.removeprefix("s3://").partition("/")
     keys, token = [], ""
     while True:
-        query = f"list-type=2&prefix=killed/{token}"
-        with urllib.request.urlopen(f"{os.environ['AWS_ENDPOINT_URL']}/runs?{query}") as answer:
+        query = f"list-type=2&prefix={name}/{token}"
+        with urllib.request.urlopen(f"{os.environ['AWS_ENDPOINT_URL']}/{bucket}?{query}") as answer:
             text = answer.read().decode()
-        keys += [key.removeprefix("killed/") for key in re.findall("<Key>(.*?)</Key>", text)]
+        keys += [key.removeprefix(f"{name}/") for key in re.findall("<Key>(.*?)</Key>", text)]
         more = re.search("<NextContinuationToken>(.*?)</NextContinuationToken>", text)
         if more is None:
             return keys
         token = f"&continuation-token={urllib.parse.quote(more[1])}"
 
 
-def _finished() -> list[int]:
-    return sorted(int(match[1]) for key in _keys() if (match := _MANIFEST.fullmatch(key)))
+def _finished(run: str) -> list[int]:
+    return sorted(int(match[1]) for key in _keys(run) if (match := _MANIFEST.fullmatch(key)))
 
 
 def _rows(data: bytes) -> list[dict[str, Any]]:
@@ -178,7 +190,7 @@ def damages(folder: Path, count: int, dice: random.Random) -> list[dict[str, Any
     bucket, rows = Bucket(url), []
     small = ["run.json", "config.gin", "metrics.jsonl"]
     keys = [key for key in bucket.list() if "/tensors/" in key or key.endswith("manifest.json")] + 6 * small
-    for number in range(count):
+    while len(rows) < count:
         key, kind = dice.choice(keys), dice.choice(list(KINDS))
         good = bucket.read(key)
         bad = KINDS[kind](good, dice, bucket.read(dice.choice(keys)))
@@ -205,7 +217,7 @@ def damages(folder: Path, count: int, dice: random.Random) -> list[dict[str, Any
         bucket.write(key, good)
         rows.append({"object": key.rsplit("/", 1)[-1], "kind": kind, "verify": code, "read": answer, "faults": faults})
         if faults:
-            print(number, key, rows[-1], flush=True)
+            print(len(rows), key, rows[-1], flush=True)
     return rows
 
 
@@ -251,12 +263,13 @@ def failures(folder: Path, count: int, dice: random.Random, variables: dict[str,
     want = _bytes(js.fit(config, run=folder / "unharmed", quiet=True), None)
     rows = []
     for number in range(count):
-        kind = ("errors", "outage", "expired credentials")[number % 3]
+        kind = ("errors", "outage", "expired credentials", "silence")[number % 4]
         url, starts, messages, faults = f"s3://runs/failing-{number}", 0, [], []
         share, calls, first = dice.choice((0.1, 0.3, 0.5)), iter(range(10**9)), dice.randrange(20, 600)
         odd = at_random(share, (500, 503, 0), number)
         faulty = {
             "errors": odd,
+            "silence": at_random(0.02, (SILENT,), number),
             "outage": lambda method, path: 503 if first < next(calls) < first + 60 else None,  # noqa: B023
             "expired credentials": lambda method, path: 403 if first < next(calls) < first + 30 else None,  # noqa: B023
         }[kind]
@@ -292,6 +305,9 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
         groups.setdefault(f"kill during {row['hit']}{', then another machine' if row['moved'] else ''}", []).append(
             not row["faults"]
         )
+    for row in results.get("staged", []):
+        name = f"staged: kill during {'an upload' if row['hit'] == 'a save' else 'a step'}"
+        groups.setdefault(f"{name}{', then another machine' if row['moved'] else ''}", []).append(not row["faults"])
     for row in results.get("damages", []):
         groups.setdefault(f"damage: {row['kind']}", []).append(not row["faults"])
     for row in results.get("failures", []):

@@ -70,7 +70,9 @@ def object_stores(bucket: str = "runs") -> Iterator[dict[str, str]]:
 
 
 Fault = Callable[[str, str], int | None]
-"""(method, path) -> an HTTP status to answer with, 0 to close the connection without an answer, or None to pass on."""
+"""(method, path) -> an HTTP status to answer with, 0 to close the connection without an answer, `SILENT` to keep it
+open without one, or None to pass on."""
+SILENT = -1
 
 
 @contextlib.contextmanager
@@ -84,7 +86,10 @@ def failing(target: str, fault: Fault) -> Iterator[str]:
         def answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             status = fault(self.command, self.path)
-            if status == 0:
+            if status == SILENT:
+                self.connection.settimeout(60)
+                self.connection.recv(1)  # until the other end gives up
+            if status in (0, SILENT):
                 self.close_connection = True
                 self.connection.close()
                 return

@@ -115,6 +115,35 @@ def inside(path: str | Path, name: str) -> str | Path:
     return Path(path) / name if url is None else f"{url}/{name}"
 
 
+def file_to_write(path: str | Path) -> Path:
+    """Return where to write a new file: a path as it is, or for a URL its working copy.
+
+    `upload_files(file.parent, [file.name])` uploads it afterwards, and does nothing for an ordinary path.
+
+    Args:
+      path: a path or a URL.
+
+    Raises:
+      RunError: it exists already, or the bucket cannot be read.
+    """
+    if not is_url(path):
+        file = Path(path)
+        exists = file.exists()
+    else:
+        file = copy_of(path)
+        folder, _, name = normalized(path).rpartition("/")
+        try:
+            exists = Bucket(folder).exists(name)
+        except BucketError as e:
+            raise failure(RunError, e) from None
+        if not exists:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.unlink(missing_ok=True)  # what an upload that failed left behind
+    if exists:
+        raise RunError(f"{as_named(file)} already exists; name another file")
+    return file
+
+
 def local(path: str | Path, *, update: bool = True, profile: bool = False) -> Path:
     """Return a path unchanged, or for a URL its working copy, brought up to date.
 

@@ -206,7 +206,7 @@ def _export(checkpoints: Checkpoints, steps: list[int], args: argparse.Namespace
 
     if args.out is None:
         raise CheckpointError("name the folder to write, such as --out demo-orbax")
-    count = to_orbax(checkpoints.place.finished(steps[-1]), Path(args.out))
+    count = to_orbax(checkpoints.place.finished(steps[-1]), args.out)
     print(f"checkpoint {steps[-1]}: wrote {count} arrays to {args.out}, for Orbax's StandardCheckpointer")
     return 0
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
-from jaxscale.commands.shared import TEXT, config_arguments, load
+from jaxscale.commands.shared import TEXT, config_arguments, load, on_disk
 from jaxscale.errors import ConfigError
 
 NOT_FLAT = 1
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     from jaxscale.plan.coordcheck import TOLERANCE, coordcheck
 
     widths = _widths(args.widths)
-    out = None if args.out is None else Path(args.out)
+    out = None if args.out is None else on_disk(args.out)
     if out is not None and out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file; name a folder")
     config = load(None, args, bindings)

@@ -18,6 +18,7 @@ from jaxscale.commands.shared import (
     weights_argument,
     weights_of,
 )
+from jaxscale.working_copy import as_named, file_to_write, upload_files
 
 if TYPE_CHECKING:
     from jaxscale.run import Run
@@ -71,9 +72,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
 
     if args.choices is not None and args.files:
         raise ConfigError(f"--choices takes the place of text files; leave out {args.files[0]}")
-    out = None if args.out is None else Path(args.out)
-    if out is not None and out.exists():
-        raise ConfigError(f"{out} exists already; name another file with --out")
+    out = None if args.out is None else file_to_write(args.out)
     trained = load(args.run)
     say_bytes(trained, weights, args.weights)
     options: dict[str, Any] = {name: getattr(args, name) for name in ("length", "rows", "step")}
@@ -125,7 +124,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
             )
             results |= {"unquantised": before.results(), "nats_per_token_added": gap}
     settings |= {"mesh": args.mesh, "weights": None if weights is None else repr(weights)}
-    print(f"written to {_written(trained, settings | results, args.choices, out)}")
+    print(f"written to {as_named(_written(trained, settings | results, args.choices, out))}")
     return 0
 
 
@@ -152,6 +151,7 @@ def _written(trained: Run, results: dict[str, Any], choices: str | None, out: Pa
             try:
                 with file.open("x", encoding="utf-8") as f:
                     f.write(json.dumps(about | results, indent=2) + "\n")
+                upload_files(file.parent, [file.name])
                 return file
             except FileExistsError:
                 continue

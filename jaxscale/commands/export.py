@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from jaxscale.commands.shared import TEXT, accept_argument, import_argument, no_bindings
+from jaxscale.working_copy import as_named
 
 
 def add(commands: Any) -> None:
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     }
     out = export_checkpoint(load(args.run), args.out, shard_bytes=int(size * 10**9), **options)
     files = sorted(out.glob("*.safetensors"))
-    print(f"{out}: {sum(f.stat().st_size for f in files):,} bytes of safetensors in {len(files)} file(s)")
+    print(f"{as_named(out)}: {sum(f.stat().st_size for f in files):,} bytes of safetensors in {len(files)} file(s)")
     if args.check:
         from jaxscale.convert.same_logits import compare
 
@@ -119,7 +120,7 @@ def _gguf(args: argparse.Namespace) -> int:
         if present is not None:
             raise ConfigError(f"{name} is for Hugging Face folders; leave it out, or use --type for a GGUF file")
     out = export_gguf(load(args.run), args.out, type=args.type, family=args.family, step=args.step, say=_say)
-    print(f"{out}: {out.stat().st_size:,} bytes")
+    print(f"{as_named(out)}: {out.stat().st_size:,} bytes")
     if args.check:
         from jaxscale.convert.same_logits import compare
 
@@ -145,7 +146,8 @@ def _adapters(args: argparse.Namespace) -> int:
     out = export_adapters(load(args.run), args.out, **options)
 
     size = sum(f.stat().st_size for f in out.glob("*.safetensors"))
-    print(f"{out}: {size:,} bytes of adapters; peft.PeftModel.from_pretrained(base, '{out}')")
+    place = as_named(out)
+    print(f"{place}: {size:,} bytes of adapters; peft.PeftModel.from_pretrained(base, '{place}')")
     return 0
 
 

@@ -73,5 +73,5 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     size = f"{model.param_count():,} parameters in {model.param_dtype}"
     if imported.config.stored is not None:
         size += f" (matrices stored as {imported.config.stored.describe()})"
-    print(f"{imported.path}: {imported.info['family']}, {size}; {continuing(imported)}")
+    print(f"{imported.place}: {imported.info['family']}, {size}; {continuing(imported)}")
     return 0

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     source = Run(args.run)
     _ = source.info  # raises for a folder that is no run
     if source.config.adapters is None:
-        print(f"jaxscale: {source.path} has no adapters; copying its parameters", file=sys.stderr)
+        print(f"jaxscale: {source.place} has no adapters; copying its parameters", file=sys.stderr)
     layout = None if args.layout is None else Layout(args.layout)
     merged = merge(source, args.out, step=args.step, layout=layout)
     print(f"{merged.path}: {parameter_count(merged.config):,} parameters; {continuing(merged)}")

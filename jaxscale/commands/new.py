@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jaxscale.commands.shared import TEXT, no_bindings
+from jaxscale.commands.shared import TEXT, no_bindings, on_disk
 from jaxscale.errors import ConfigError
 
 TEMPLATES = {".py": "experiment.py", ".gin": "experiment.gin.txt", ".ipynb": "experiment.ipynb"}
@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace, bindings: list[str]) -> int:
     """Write the files and print what to run next; returns the exit code 0."""
     no_bindings(args, bindings)
-    folder = Path(args.folder)
+    folder = on_disk(args.folder)
     paths = write(folder)
     print("wrote " + ", ".join(str(path) for path in paths))
     print(f"next:\n  cd {shlex.quote(str(folder))}")

@@ -312,10 +312,24 @@ def imports_of(run: Run) -> str:
     return "".join(f" --import {module}" for module in run.info.get("imports", []))
 
 
+def on_disk(path: str) -> Path:
+    """Return the path of what a command writes to a disk only.
+
+    Args:
+      path: as the user wrote it.
+
+    Raises:
+      ConfigError: it is a URL, which would become a folder named `s3:`.
+    """
+    if is_url(path):
+        raise ConfigError(f"{path} is in a bucket, and this is written to a disk; name a path, and copy it later")
+    return Path(path)
+
+
 def continuing(run: Run) -> str:
     """The command that generates text with a new run; with token ids, and a warning, if it has no tokenizer."""
     own = run.path / "hf"
     if own.is_dir() and not (own / "tokenizer.json").is_file():
         print("jaxscale: there is no tokenizer.json: the model takes token ids and not text", file=sys.stderr)
-        return f"in Python, js.load({str(run.path)!r}).generate([1, 2, 3]).ids"
+        return f"in Python, js.load({run.place!r}).generate([1, 2, 3]).ids"
     return f"jaxscale sample {run.place} --prompt ...{imports_of(run)}"

@@ -30,7 +30,7 @@ from jaxscale.train.checkpoints.chunks import CHUNK_BYTES, shape_of
 from jaxscale.train.checkpoints.manifest import check_same
 from jaxscale.train.checkpoints.read import Arrays, dtype_named
 from jaxscale.train.files import write_text
-from jaxscale.working_copy import local, upload
+from jaxscale.working_copy import as_named, local, upload
 
 log = logging.getLogger("jaxscale")
 
@@ -111,7 +111,7 @@ def export_checkpoint(
         upload(out)
     except OSError as e:
         raise CheckpointError(
-            f"{out} could not be written: {e.strerror or e}; start the export again to continue it"
+            f"{as_named(out)} could not be written: {e.strerror or e}; start the export again to continue it"
         ) from e
     return out
 
@@ -210,7 +210,7 @@ def _write_companions(run: Run, out: Path, say: Callable[[str], None]) -> None:
     tokenizer = run.config.tokenizer
     if not isinstance(tokenizer, HFTokenizer):
         kind = type(tokenizer).__name__
-        say(f"{out}: no tokenizer.json was written: that format cannot express the {kind} of {run.place}")
+        say(f"{as_named(out)}: no tokenizer.json was written: that format cannot express the {kind} of {run.place}")
         return
     write_text(out / "tokenizer.json", tokenizer.content)
     end = tokenizer.token_of(tokenizer.eos_id)
@@ -226,11 +226,13 @@ def _claim(out: Path, mark: str, say: Callable[[str], None]) -> None:
         existing = [p.name for p in out.iterdir()]
         if _UNFINISHED in existing:
             if (out / _UNFINISHED).read_text() != mark:
-                raise RunError(f"{out} holds an unfinished export of something else; remove it or name another folder")
-            say(f"{out} holds an unfinished export; continuing it")
+                raise RunError(
+                    f"{as_named(out)} holds an unfinished export of something else; remove it or name another folder"
+                )
+            say(f"{as_named(out)} holds an unfinished export; continuing it")
         elif existing:
-            raise RunError(f"{out} already exists; name another folder")
+            raise RunError(f"{as_named(out)} already exists; name another folder")
         else:
             write_text(out / _UNFINISHED, mark)
     except OSError as e:
-        raise RunError(f"cannot make the folder {out}: {e.strerror}") from e
+        raise RunError(f"cannot make the folder {as_named(out)}: {e.strerror}") from e

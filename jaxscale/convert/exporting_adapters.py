@@ -21,7 +21,7 @@ from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.lora import LoRA, LowRank
 from jaxscale.step.start import Start
 from jaxscale.train.checkpoints import flatten
-from jaxscale.working_copy import local, upload
+from jaxscale.working_copy import as_named, local, upload
 
 log = logging.getLogger("jaxscale")
 
@@ -68,7 +68,7 @@ def export_adapters(
         raise RunError(f"{run.place} has no adapters; leave out --adapters to export its weights")
     chosen, model, _, _ = export_target(run, family or _family(run), dtype)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"{out} already exists; name another folder")
+        raise RunError(f"{as_named(out)} already exists; name another folder")
     step = run.last_step() if step is None else step
     bound: list[Bound] = chosen.bind(model)
     modules = modules_of(bound, _pairs(run, step))
@@ -90,7 +90,7 @@ def export_adapters(
         write_adapters(out, modules, config, dtype or lora.dtype)
         upload(out)
     except OSError as e:
-        raise RunError(f"{out} could not be written: {e.strerror or e}; remove it and start again") from e
+        raise RunError(f"{as_named(out)} could not be written: {e.strerror or e}; remove it and start again") from e
     return out
 
 

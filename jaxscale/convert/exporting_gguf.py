@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxscale.convert.exporting import Blocks, export_target
-from jaxscale.errors import CheckpointError, RunError
+from jaxscale.errors import CheckpointError
 from jaxscale.interop.gguf import check_gguf, write_gguf
 from jaxscale.interop.gguf.tokenizer import tokenizer_metadata
 from jaxscale.run import Run
+from jaxscale.working_copy import as_named, file_to_write, upload_files
 
 log = logging.getLogger("jaxscale")
 
@@ -33,7 +34,7 @@ def export_gguf(
 
     Args:
       run: the run, or its folder.
-      out: a file that does not exist yet, NAME.gguf.
+      out: a file that does not exist yet, NAME.gguf; or its URL in a bucket, to which it is uploaded at the end.
       type: the type of matrices: "f32", "f16", "bf16", "q8_0" or "q4_0"; by default the parameters' own. Norms, biases
         and routers are float32.
       family: the Hugging Face family that names the architecture; see `export_checkpoint`.
@@ -48,15 +49,14 @@ def export_gguf(
       RunError: `out` exists already, or the run has no checkpoint.
     """
     run = run if isinstance(run, Run) else Run(run)
-    out = Path(out)
-    if out.exists():
-        raise RunError(f"{out} already exists; name another file")
+    out = file_to_write(out)
     chosen, model, _, length = export_target(run, family, None)
     plan = check_gguf(chosen, model, length, type or _TYPES[model.param_dtype])
     arrays = Blocks(run, run.last_step() if step is None else step)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_gguf(plan, arrays.read, out, tokenizer_metadata(run.config.tokenizer, model.vocab, say))
+        upload_files(out.parent, [out.name])
     except OSError as e:
-        raise CheckpointError(f"{out} could not be written: {e.strerror or e}") from e
+        raise CheckpointError(f"{as_named(out)} could not be written: {e.strerror or e}") from e
     return out

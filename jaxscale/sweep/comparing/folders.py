@@ -267,8 +267,9 @@ def _find(what: str | Path) -> list[Path]:
     folders = sorted(Path(p) for p in glob.glob(str(item)) if Path(p).is_dir())
     paths = _runs_of(folders)
     if not paths:
-        siblings = [str(p) for p in item.parent.glob("*") if p.is_dir()] if item.parent.is_dir() else []
-        raise RunError(f"{as_named(item)} names no run{near(str(item), siblings) if len(siblings) <= 50 else ''}")
+        siblings = [p for p in item.parent.glob("*") if p.is_dir()] if item.parent.is_dir() else []
+        names = [as_named(p) for p in siblings] if len(siblings) <= 50 else []
+        raise RunError(f"{as_named(item)} names no run{near(as_named(item), names)}")
     return paths
 
 

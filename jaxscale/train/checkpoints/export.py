@@ -10,9 +10,10 @@ from jaxscale.train.checkpoints.chunks import whole
 from jaxscale.train.checkpoints.manifest import read_manifest
 from jaxscale.train.checkpoints.places import Files
 from jaxscale.train.checkpoints.read import open_arrays
+from jaxscale.working_copy import local, upload
 
 
-def to_orbax(files: Files, out: Path) -> int:
+def to_orbax(files: Files, out: str | Path) -> int:
     """Write a checkpoint as a nested dict of arrays with Orbax's `StandardCheckpointer`, all of it in host memory.
 
     Every chunk's digest is checked. Names are split at slashes: `params/embed/weight` becomes
@@ -20,7 +21,7 @@ def to_orbax(files: Files, out: Path) -> int:
 
     Args:
       files: the checkpoint's files.
-      out: a folder that does not exist yet.
+      out: a folder that does not exist yet; or its URL in a bucket, to which the files are uploaded.
 
     Returns:
       how many arrays were written.
@@ -31,23 +32,25 @@ def to_orbax(files: Files, out: Path) -> int:
     """
     import orbax.checkpoint as ocp
 
+    place, out = out, local(out)
     if out.exists():
-        raise CheckpointError(f"{out} already exists; name another folder")
+        raise CheckpointError(f"{place} already exists; name another folder")
     manifest = read_manifest(files)
     arrays = open_arrays(files, manifest)
     tree: dict[str, Any] = {}
     for name, leaf in manifest["leaves"].items():
         *folders, last = name.split("/")
-        place = tree
+        inner = tree
         for folder in folders:
-            place = place.setdefault(folder, {})
+            inner = inner.setdefault(folder, {})
         region = whole(tuple(leaf["shape"]))
-        place[last] = arrays.read(name, [region])[region]
+        inner[last] = arrays.read(name, [region])[region]
     try:
         with ocp.StandardCheckpointer() as writer:
             writer.save(out.absolute(), tree)
+        upload(out)
     except (OSError, ValueError, RuntimeError) as e:
         raise CheckpointError(
-            f"{out} could not be written: {(str(e).strip() or type(e).__name__).splitlines()[0]}"
+            f"{place} could not be written: {(str(e).strip() or type(e).__name__).splitlines()[0]}"
         ) from e
     return len(manifest["leaves"])

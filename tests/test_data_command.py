@@ -194,7 +194,8 @@ def test_a_pattern_of_plain_and_compressed_files_is_one_of_json_lines(tmp_path, 
     (tmp_path / "texts" / "b.jsonl.gz").write_bytes(gzip.compress(line))
     for pattern in ("*.jsonl*", "*.*"):
         assert main(["data", "show", f"{tmp_path}/texts/{pattern}", "--json"]) == 0
-        assert [d["tokens"] for d in json.loads(capsys.readouterr().out)["documents"]] == [2001, 2001]
+        (corpus,) = json.loads(capsys.readouterr().out)["corpora"]
+        assert [document["tokens"] for document in corpus["documents"]] == [2001, 2001]
     (tmp_path / "texts" / "c.md").write_text("text")
     assert main(["data", "show", f"{tmp_path}/texts/*.*"]) == 2
     assert "matches files that end in .jsonl, .md; name one kind, as in '*.jsonl'" in capsys.readouterr().err

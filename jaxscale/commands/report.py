@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxscale.commands.shared import TEXT, accept_argument, import_argument
 from jaxscale.errors import ConfigError
+from jaxscale.working_copy import as_named
 
 
 def add(commands: Any) -> None:
@@ -42,5 +43,5 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     def tell(text: str) -> None:
         print(f"jaxscale: warning: {text}", file=sys.stderr)
 
-    print(report(args.runs, args.out, metric=args.metric, prompt=args.prompt, tell=tell))
+    print(as_named(report(args.runs, args.out, metric=args.metric, prompt=args.prompt, tell=tell)))
     return 0

@@ -10,6 +10,7 @@ from typing import Any
 from jaxscale.commands.shared import TEXT, accept_argument, import_argument
 from jaxscale.errors import INTERRUPTED, ConfigError, RunError
 from jaxscale.interrupts import STOPS
+from jaxscale.working_copy import as_named
 
 
 def add(commands: Any) -> None:
@@ -76,7 +77,8 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         return STOPS.get(result.stopped_by or "", INTERRUPTED)
     tell = (lambda text: None) if args.quiet else print
     try:
-        tell(f"the page that compares them is {report(result.path, metric=result.objective, tell=tell)}")
+        page = report(result.path, metric=result.objective, tell=tell)
+        tell(f"the page that compares them is {as_named(page)}")
     except RunError as e:  # the runs themselves are complete
         tell(f"warning: {e}")
     return 0

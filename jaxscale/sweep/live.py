@@ -15,6 +15,7 @@ from jaxscale.sweep.outcomes import plain, score
 from jaxscale.sweep.table import FILE, best_of
 from jaxscale.train.report import Reporter
 from jaxscale.units import clock
+from jaxscale.working_copy import as_named
 
 if TYPE_CHECKING:
     from jaxscale.sweep.sweep import Sweep
@@ -39,7 +40,7 @@ class Live:
     """
 
     def __init__(self, folder: Path, sweep: Sweep, space: Mapping[str, Axis], steps: int, *, fresh: bool, quiet: bool):
-        self.folder, self.objective, self.steps = folder, sweep.objective, steps
+        self.folder, self.objective, self.steps = as_named(folder), sweep.objective, steps
         self.sweep, self.space, self.fresh = sweep, space, fresh
         self.names = [name for key in space for name in names_of(key)]
         self.total = sweep.search.total(space)
@@ -112,7 +113,7 @@ class Live:
         return next_trial(self.sweep.search, self.space, records, self.steps, self.sweep.runs) is None
 
     def _head(self, done: str) -> str:
-        parts = [str(self.folder), done]
+        parts = [self.folder, done]
         best = best_of(self.records)
         if best is not None:
             bound = ", ".join(f"{name} = {plain(value)}" for name, value in split(best.trial.bindings).items())
@@ -141,7 +142,7 @@ class Live:
         return Group(self._head(self._done(self.records)), table)
 
     def _end(self) -> str:
-        table = f"the table is in {self.folder / FILE}"
+        table = f"the table is in {self.folder}/{FILE}"
         if not self._over(self.records):
             done = self._done(self.records)
             return f"stopped with {done}; to continue, start the same sweep with --run {self.folder}; {table}"

@@ -82,7 +82,7 @@ class Result:
         self.stopped_by: str | None = None
 
     def __repr__(self) -> str:
-        return f"Result({str(self.path)!r})"
+        return f"Result({as_named(self.path)!r})"
 
     def records(self) -> list[Record]:
         """Return the record of each trial so far."""
@@ -105,7 +105,7 @@ class Result:
         records = self.records()
         best = best_of(records)
         if best is None:
-            raise RunError(f"no trial of {self.path} has a finite {clipped(self.objective)} yet")
+            raise RunError(f"no trial of {as_named(self.path)} has a finite {clipped(self.objective)} yet")
         return rows_of(records, self.path)[records.index(best)]
 
     def run(self, row: dict[str, Any] | None = None) -> Run:

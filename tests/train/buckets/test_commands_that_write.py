@@ -14,6 +14,7 @@ from jaxscale.buckets import Bucket
 from jaxscale.cli import main
 from jaxscale.errors import MISTAKE, DataError
 from tests.truth.bucket_runs import forget
+from tests.truth.runs import bigram
 
 pytest.importorskip("moto", reason="needs moto[server] and gcp-storage-emulator")
 
@@ -52,6 +53,23 @@ def test_files_that_commands_write_are_in_the_bucket(copy, tmp_path, monkeypatch
         read = reader.restore((tmp_path / "back").absolute())
     want = js.load(copy).checkpoints.arrays(6).read("params/embed/weight", [((0, 256), (0, 32))])
     np.testing.assert_array_equal(read["params"]["embed"]["weight"], *want.values())
+
+
+@pytest.mark.long
+def test_a_sweep_in_a_bucket_goes_on_on_another_machine_and_repeats_nothing(tmp_path, capfd):
+    url, config = f"s3://runs/{tmp_path.name}/sweep", tmp_path / "lrs.gin"
+    axes = 'sweep.axes = {"train.lr": [1e-3, 3e-3]}\nsweep.objective = "loss"\n'
+    config.write_text(js.config.dumps("train", js.TrainConfig(**bigram(steps=2)).values()) + axes)
+    assert main(["sweep", str(config), "--run", url]) == 0
+    rows = js.sweep.Result(url).table()
+    assert [row["state"] for row in rows] == ["finished", "finished"]
+    forget()
+    assert main(["sweep", str(config), "--run", url]) == 0
+    printed = "".join(capfd.readouterr())
+    assert str(working_copy.cache_root()) not in printed and f"{url}/report.html" in printed
+    forget()
+    assert js.sweep.Result(url).table() == rows
+    assert repr(js.sweep.Result(url)) == f"Result({url!r})"
 
 
 def test_what_exists_in_a_bucket_is_not_overwritten_and_near_names_are_urls(copy, tmp_path, capfd):

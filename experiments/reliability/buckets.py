@@ -67,9 +67,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="jaxscale-buckets-"))
     lives.configure(folder / "compiled")
     os.environ["JAXSCALE_CACHE"] = str(folder / "cache")
-    os.environ["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = (
-        "2"  # a silent server is given up after this time; 60 in use
-    )
+    os.environ["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = "2"  # of a silent server; 60 s in use
     working_copy.PERIOD = 0.3
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     with object_stores() as variables:

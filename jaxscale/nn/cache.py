@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -304,7 +305,8 @@ class Cache(Protocol):
 class LayerCache:
     """One layer's cache during a call of the layer, which replaces `state` by the new state.
 
-    Attention calls `mix`; a recurrence reads the state `before` its tokens and writes those `after` them.
+    Attention calls `mix`; a recurrence reads the state `before` its tokens and writes those `after` them, or lets the
+    cache `carry` a state that is too large to be had for each token.
 
     Args:
       cache: the kind of KV cache.
@@ -360,6 +362,71 @@ class LayerCache:
         put = jax.vmap(lambda x, at, i, new: x.at[at, i].set(new.astype(x.dtype), mode="drop"))
         mine = put(mine, index, positions % ring, values)
         self.state = {**self.state, name: lax.dynamic_update_index_in_dim(self.state[name], mine, self.layer, 0)}
+
+    def carry(
+        self,
+        recurrent: RecurrentState,
+        name: str,
+        tokens: tuple[Array, ...],
+        run: Callable[..., tuple[Array, Array]],
+    ) -> Float[Array, "b s ..."]:
+        """Run a recurrence over the tokens of each sequence, from its state to the state after them.
+
+        It needs one state for each sequence and not, as `before` and `after`, one for each token.
+
+        Args:
+          recurrent: the layer's `decode_state`, without `per_page`.
+          name: of one of its arrays.
+          tokens: arrays (batch, columns, ...).
+          run: a function of states (n, ...), a mask (n, q), and arrays (n, q, ...) of n sequences' next tokens, of
+            which only those in the mask, the first ones of each row, are tokens. It returns outputs (n, q, ...) and
+            the states after them.
+
+        Returns:
+          outputs (batch, columns, ...); zero for padding.
+        """
+        assert not recurrent.per_page
+        mine = lax.dynamic_index_in_dim(self.state[name], self.layer, keepdims=False)  # (batch, slots, back + 1, ...)
+        rows, columns = self.step.positions.shape
+        ring = mine.shape[2]
+        pick = jax.vmap(lambda x, at: x[at])
+        put = jax.vmap(lambda x, at, new: x.at[at].set(new.astype(x.dtype), mode="drop"))
+        put_state = jax.vmap(lambda x, slot, i, new: x.at[slot, i].set(new.astype(x.dtype), mode="drop"))
+        out = None
+        for group in self.step.groups:
+            at = group.columns
+            slots = jnp.broadcast_to(jnp.arange(at.shape[1]), at.shape[:2]) if group.slots is None else group.slots
+            real = at < columns
+            count = jnp.sum(real, -1)
+            held = [pick(x, jnp.minimum(at, columns - 1)) for x in tokens]
+            first = pick(self.step.positions, jnp.minimum(at[..., 0], columns - 1))
+            state = jax.vmap(lambda x, slot, i: x[slot, i])(mine, slots, (first - 1) % ring)
+            state = jnp.where((first > 0).reshape(*first.shape, *(1,) * (state.ndim - 2)), state, 0)
+
+            def flat(x: Array) -> Array:
+                return x.reshape(-1, *x.shape[2:])
+
+            # The states after the last tokens are each stored (`back`): those tokens are run one by one.
+            singles = min(ring, at.shape[2]) - 1
+            early = real & (jnp.arange(at.shape[2]) < count[..., None] - singles)
+            y, state = run(flat(state), flat(early), *map(flat, held))
+            y = y.reshape(*at.shape, *y.shape[2:])
+            if out is None:
+                out = jnp.zeros((rows, columns, *y.shape[3:]), y.dtype)
+            out = put(out, jnp.where(early, at, columns), y)
+            for i in range(singles + 1):
+                last = count - singles + i - 1  # the token after which this state is
+                if i:
+                    token = jnp.maximum(last, 0)[..., None]
+                    one = [pick(flat(x), flat(token)) for x in held]
+                    y, state = run(state, flat(last >= 0)[:, None], *one)
+                    column = jnp.where(last >= 0, jnp.take_along_axis(at, token, -1)[..., 0], columns)
+                    out = put(out, column, y.reshape(*last.shape, *y.shape[2:]))
+                slot = jnp.where(last >= 0, slots, mine.shape[1])  # out of range: dropped
+                mine = put_state(mine, slot, (first + last) % ring, state.reshape(*first.shape, *state.shape[1:]))
+        assert out is not None
+        self.state = {**self.state, name: lax.dynamic_update_index_in_dim(self.state[name], mine, self.layer, 0)}
+        return out
 
 
 @dataclasses.dataclass

@@ -1,13 +1,16 @@
-"""Parts of recurrent mixers: a linear recurrence that restarts at each document."""
+"""Parts of recurrent mixers, restarting at each document: recurrences of vectors and matrices, convolutions."""
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxscale.nn.cache import LayerCache, RecurrentState
 from jaxscale.nn.context import Context
+from jaxscale.parallel.linear_attention import CHUNK, attend, linear_attention
 from jaxscale.parallel.linear_scan import linear_scan
+from jaxscale.parallel.short_convolution import convolve, short_convolution
 
 
 def document_starts(context: Context, seq: int) -> Bool[Array, "#b s"]:
@@ -58,3 +61,85 @@ def recurrence(
     if isinstance(cache, LayerCache):
         cache.after(decode_state, name, h)
     return h
+
+
+def matrix_recurrence(
+    q: Float[Array, "b s h k"],
+    k: Float[Array, "b s h k"],
+    v: Float[Array, "b s h v"],
+    context: Context,
+    decode_state: RecurrentState,
+    *,
+    log_decay: Float[Array, "b s h *k"] | None = None,
+    beta: Float[Array, "b s h"] | None = None,
+    name: str = "state",
+    axis: str = "heads",
+    chunk: int = CHUNK,
+) -> Float[Array, "b s h v"]:
+    """Compute linear attention within each document; see `jaxscale.parallel.linear_attention` for the arguments.
+
+    In generation, it starts from each sequence's cached state, and writes the new state to the cache.
+
+    Args:
+      q: queries.
+      k: keys.
+      v: values.
+      context: the inputs that layers share.
+      decode_state: the layer's `decode_state`.
+      log_decay: logarithm of the decay, or `None`.
+      beta: the delta rule's learning rate, or `None`.
+      name: the array (H, K, V) of `decode_state` that stores the state.
+      axis: the logical axis of heads.
+      chunk: tokens in a chunk.
+    """
+    cache = context.cache
+    if not isinstance(cache, LayerCache):
+        starts = document_starts(context, q.shape[1])
+        return linear_attention(q, k, v, log_decay, beta, starts, context.order, axis=axis, chunk=chunk)
+    optional = {"log_decay": log_decay, "beta": beta}
+    given = {name: x for name, x in optional.items() if x is not None}
+
+    def run(state: Array, real: Array, q: Array, k: Array, v: Array, *rest: Array) -> tuple[Array, Array]:
+        # a token that is none adds nothing and keeps everything
+        k = jnp.where(real[..., None, None], k, 0)
+        options = {
+            name: jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, 0)
+            for name, x in zip(given, rest, strict=True)
+        }
+        return attend(q, k, v, **options, initial=state, chunk=chunk)
+
+    return cache.carry(decode_state, name, (q, k, v, *given.values()), run)
+
+
+def convolution(
+    x: Float[Array, "b s c"],
+    kernel: Float[Array, "w c"],
+    context: Context,
+    decode_state: RecurrentState,
+    name: str = "convolution",
+    axis: str = "mlp",
+) -> Float[Array, "b s c"]:
+    """Convolve each channel over the last W tokens of a document; see `jaxscale.parallel.short_convolution`.
+
+    Args:
+      x: activations.
+      kernel: weights; the last row is the current token's.
+      context: the inputs that layers share.
+      decode_state: the layer's `decode_state`.
+      name: the array (W - 1, C) of `decode_state` that stores the last inputs.
+      axis: the logical axis of channels.
+
+    Returns:
+      (B, S, C) in float32.
+    """
+    cache = context.cache
+    if not isinstance(cache, LayerCache):
+        return short_convolution(x, kernel, document_starts(context, x.shape[1]), context.order, axis=axis)
+    back = kernel.shape[0] - 1
+
+    def run(state: Array, real: Array, x: Array) -> tuple[Array, Array]:
+        whole = jnp.concatenate([state.astype(x.dtype), x], axis=1)
+        after = jax.vmap(lambda row, count: jax.lax.dynamic_slice_in_dim(row, count, back))(whole, jnp.sum(real, -1))
+        return convolve(whole, kernel), after
+
+    return cache.carry(decode_state, name, (x,), run)

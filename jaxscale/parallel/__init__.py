@@ -8,9 +8,11 @@ from jaxscale.parallel.cross_entropy import sharded_cross_entropy
 from jaxscale.parallel.embedding import sharded_lookup
 from jaxscale.parallel.ends import logsumexp_over, share_over, sum_over
 from jaxscale.parallel.experts import Capacity, Choices, Slots, Weights, expert_mlp, wire_rows
+from jaxscale.parallel.linear_attention import linear_attention
 from jaxscale.parallel.linear_scan import linear_scan
 from jaxscale.parallel.reductions import sharded_logsumexp
 from jaxscale.parallel.sharded import cut_already, sharded_op
+from jaxscale.parallel.short_convolution import short_convolution
 from jaxscale.parallel.vocabulary import (
     Logits,
     logprobs_at,
@@ -57,6 +59,7 @@ __all__ = [
     "from_chunks",
     "gather_matmul",
     "host_arrays",
+    "linear_attention",
     "linear_scan",
     "logprobs_at",
     "logsumexp_over",
@@ -67,6 +70,7 @@ __all__ = [
     "sharded_logsumexp",
     "sharded_lookup",
     "sharded_op",
+    "short_convolution",
     "sum_over",
     "token_entropy",
     "token_logprobs",

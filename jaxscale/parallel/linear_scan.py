@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxscale.parallel.sharded import cut_over, sharded_op
 
 Pair = tuple[Array, Array]
+Tree = Any
 
 
 def linear_scan(
@@ -45,15 +47,8 @@ def linear_scan(
         decays, h = lax.associative_scan(_then, split, axis=2)
         if not over and not order:
             return h.reshape(update.shape)
-        numbers = order[0][:: n // parts] // (n // parts) if order else lax.axis_index(over)[None]
-        ends = tuple(jnp.moveaxis(x[:, :, -1], 1, 0) for x in (decays, h))
-        every = numbers
-        if over:
-            ends, every = (jax.tree.map(_flat, lax.all_gather(x, over)) for x in (ends, numbers))
-        in_order = jnp.argsort(every)
-        _, after = lax.associative_scan(_then, jax.tree.map(lambda x: x[in_order], ends), axis=0)
-        first = (numbers == 0).reshape(parts, *(1,) * (after.ndim - 1))
-        before = jnp.moveaxis(jnp.where(first, 0, after[numbers - 1]), 0, 1)
+        ends = decays[:, :, -1], h[:, :, -1]
+        before = parts_before(ends, _then, over, order[0] if order else None, n // parts)[1]
         return (h + decays * before[:, :, None]).reshape(update.shape)
 
     names = tuple(axes)
@@ -67,6 +62,38 @@ def linear_scan(
         out_axes=names,
         name="the recurrence's operand",
     )
+
+
+def parts_before(
+    ends: Tree, then: Callable[[Tree, Tree], Tree], over: tuple[str, ...], order: Array | None, length: int
+) -> Tree:
+    """Combine what all earlier parts of the sequence do, for each of a device's parts; inside of a `shard_map`.
+
+    One all-gather of `ends` over the mesh axes, and a scan of logarithmic depth.
+
+    Args:
+      ends: what each part does, a tree of arrays (batch, parts, ...).
+      then: what two parts do one after the other (the earlier one first); associative.
+      over: the mesh axes that shard the sequence.
+      order: position of each of the device's columns, or `None` for one part on each device, in their order.
+      length: columns of a part.
+
+    Returns:
+      like `ends`; zero for the first part.
+    """
+    numbers = lax.axis_index(over)[None] if order is None else order[::length] // length
+    ends = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), ends)
+    every = numbers
+    if over:
+        ends, every = (jax.tree.map(_flat, lax.all_gather(x, over)) for x in (ends, numbers))
+    in_order = jnp.argsort(every)
+    after = lax.associative_scan(then, jax.tree.map(lambda x: x[in_order], ends), axis=0)
+
+    def mine(x: Array) -> Array:
+        first = (numbers == 0).reshape(-1, *(1,) * (x.ndim - 1))
+        return jnp.moveaxis(jnp.where(first, 0, x[numbers - 1]), 0, 1)
+
+    return jax.tree.map(mine, after)
 
 
 def _flat(x: Array) -> Array:

@@ -1,0 +1,150 @@
+"""Gated DeltaNet: linear attention by the delta rule, with a decay for each head."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxscale.config import register
+from jaxscale.errors import ConfigError
+from jaxscale.layout import constrain
+from jaxscale.nn.cache import RecurrentState, StateArray
+from jaxscale.nn.context import Context
+from jaxscale.nn.linear import Linear, into, out_of
+from jaxscale.nn.mixer import Mixer
+from jaxscale.nn.mixers.parts import HEADS, ShortConvolution, rate_logarithm, recurrence_flops, step_size_bias, unit
+from jaxscale.nn.norms import RMSNorm
+from jaxscale.nn.recurrent import matrix_recurrence
+
+
+class GatedDelta(nnx.Module):
+    """`S = (I - beta k k^T) (decay S) + beta k v^T` for each head; the output `S^T q` is normalised and gated.
+
+    Queries, keys and values pass a short convolution; queries and keys have length 1.
+
+    Args:
+      width: width of the residual stream.
+      heads: heads of values.
+      key_heads: heads of queries and keys, which divide `heads`.
+      key_dim: width of a key.
+      value_dim: width of a value.
+      taps: tokens that the convolutions see.
+      norm_eps: epsilon of the output's norm.
+      out_scale: multiplies the initial standard deviation of the output projection.
+      dtype: dtype of the computation; the recurrence is computed in float32.
+      param_dtype: dtype of the parameters.
+      rngs: random streams of the initial values.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        key_heads: int,
+        key_dim: int,
+        value_dim: int,
+        taps: int,
+        *,
+        norm_eps: float,
+        out_scale: float,
+        dtype: jnp.dtype,
+        param_dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ):
+        types = dict[str, Any](dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        linear = partial(Linear, {"embed": width}, **types)
+        self.q, self.k = (linear({"heads": key_heads, "head_dim": key_dim}) for _ in range(2))
+        self.v, self.gate = (linear({"heads": heads, "head_dim": value_dim}) for _ in range(2))
+        self.decay, self.beta = (linear({"heads": heads}) for _ in range(2))
+        self.q_conv = ShortConvolution("q", taps, key_heads, key_dim, **types)
+        self.k_conv = ShortConvolution("k", taps, key_heads, key_dim, **types)
+        self.v_conv = ShortConvolution("v", taps, heads, value_dim, **types)
+        self.rate = rate_logarithm(rngs, heads, param_dtype)
+        self.step = step_size_bias(rngs, (heads,), ("heads",), param_dtype)
+        self.norm = RMSNorm(value_dim, axis="head_dim", eps=norm_eps, param_dtype=param_dtype)
+        self.out = Linear({"heads": heads, "head_dim": value_dim}, {"embed": width}, scale=out_scale, **types)
+        state = StateArray("state", (heads, key_dim, value_dim), ("heads", None, None))
+        convolutions = (self.q_conv, self.k_conv, self.v_conv)
+        self.decode_state = RecurrentState((state, *(c.stored for c in convolutions)))
+        self.repeats, self.dtype = heads // key_heads, dtype
+
+    def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
+        """Apply the layer; with a cache in the context, go on from the sequences' states."""
+        with jax.named_scope("qkv"):
+            q, k, v, gate, decay, beta = into(x, self.q, self.k, self.v, self.gate, self.decay, self.beta)
+            q, k, v = (
+                conv(constrain(y, *HEADS), context, self.decode_state)
+                for conv, y in ((self.q_conv, q), (self.k_conv, k), (self.v_conv, v))
+            )
+        with jax.named_scope("mix"):
+            scale = q.shape[-1] ** -0.5
+            q, k = (jnp.repeat(y, self.repeats, axis=2) for y in (unit(q) * scale, unit(k)))
+            step = jax.nn.softplus(decay.astype(jnp.float32) + self.step.get_value())
+            out = matrix_recurrence(
+                q,
+                k,
+                v,
+                context,
+                self.decode_state,
+                log_decay=-jnp.exp(self.rate.get_value().astype(jnp.float32)) * step,
+                beta=jax.nn.sigmoid(beta.astype(jnp.float32)),
+            )
+        with jax.named_scope("out"):
+            out = self.norm(out) * jax.nn.silu(gate.astype(jnp.float32))
+            return out_of(constrain(out.astype(self.dtype), *HEADS), self.out)
+
+
+@register(name="GatedDeltaNet")
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaNet(Mixer):
+    """Gated DeltaNet (Yang, Kautz & Hatamizadeh 2025), as in Qwen3-Next.
+
+    Args:
+      heads: heads of values; `None` is the model's heads.
+      key_heads: heads of queries and keys, which divide `heads`; `None` is as many.
+      key_dim: width of a key; `None` is the model's `head_dim`.
+      value_dim: width of a value; `None` is the model's `head_dim`.
+      taps: tokens that the convolutions of queries, keys and values see, the current one included.
+    """
+
+    any_order = True
+
+    heads: int | None = None
+    key_heads: int | None = None
+    key_dim: int | None = None
+    value_dim: int | None = None
+    taps: int = 4
+
+    def check(self, config: Any) -> None:
+        """See `Mixer`."""
+        heads, key_heads, *_ = self._sizes(config.sizes.heads, config.sizes.head_dim)
+        if heads % key_heads:
+            raise ConfigError(f"GatedDeltaNet has {key_heads} key_heads, which must divide its {heads} heads")
+
+    def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:
+        """See `Mixer`."""
+        width = config.sizes.width
+        heads, key_heads, key, value = self._sizes(config.sizes.heads, config.sizes.head_dim)
+        tokens = batch * seq
+        return {
+            "qkv": 2 * tokens * width * (2 * key_heads * key + 2 * heads * value + 2 * heads),
+            "recurrence": recurrence_flops(tokens, heads, key, value, delta=True),
+            "residual_mid": 2 * tokens * width * heads * value,
+        }
+
+    def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> GatedDelta:
+        """See `Mixer`."""
+        names = ("norm_eps", "out_scale", "dtype", "param_dtype", "rngs")
+        sizes = self._sizes(heads, head_dim)
+        return GatedDelta(width, *sizes, self.taps, **{name: options[name] for name in names})
+
+    def _sizes(self, heads: int, head_dim: int) -> tuple[int, int, int, int]:
+        """Heads, heads of keys, width of a key and of a value."""
+        heads = self.heads or heads
+        return heads, self.key_heads or heads, self.key_dim or head_dim, self.value_dim or head_dim

@@ -74,7 +74,7 @@ def linear_attention(
       order: position of each column in the sequence, if columns are in the order of
         `jaxscale.parallel.context.zigzag`.
       axis: the logical axis of heads.
-      chunk: tokens in a chunk; the last one is padded.
+      chunk: tokens in a chunk, rounded up to a multiple of 16; the last one is padded.
 
     Returns:
       outputs (B, S, H, V) in `v`'s dtype.
@@ -111,9 +111,9 @@ def linear_attention(
         initial = jnp.broadcast_to(identity, (b * parts, wide.shape[2], *identity.shape))
         out, after = attend(**mine, v=wide, initial=initial, chunk=chunk)
         ends = after.reshape(b, parts, *after.shape[1:])
-        before = parts_before(
-            (ends[..., value_dim:], ends[..., :value_dim]), _then, over, places, n // parts
-        )[1].reshape(b * parts, *after.shape[1:-1], value_dim)
+        does = ends[..., value_dim:], ends[..., :value_dim]
+        _, before = parts_before(does, _then, over, places, n // parts)
+        before = before.reshape(b * parts, *before.shape[2:])
         passed = jnp.einsum("bshk,bhkv->bshv", out[..., value_dim:], before)
         return (out[..., :value_dim] + passed).astype(v.dtype).reshape(b, n, *out.shape[2:-1], value_dim)
 
@@ -159,6 +159,7 @@ def attend(
     """
     b, seq, heads, _ = q.shape
     size = min(chunk, 1 << max(0, seq - 1).bit_length())
+    size = size if size < _BLOCK else _BLOCK * math.ceil(size / _BLOCK)
     count = math.ceil(seq / size)
 
     def cut(x: Array) -> Array:

@@ -1,5 +1,8 @@
 """Mixers with a state of fixed size, values of `Block.mixer`: linear attention with decay, the delta rule, Mamba-2."""
 
 from jaxscale.nn.mixers.gated_delta_net import GatedDeltaNet
+from jaxscale.nn.mixers.kimi_delta import KimiDeltaAttention
+from jaxscale.nn.mixers.linear import GatedLinearAttention, LinearAttention, RetNet
+from jaxscale.nn.mixers.mamba2 import Mamba2
 
-__all__ = ["GatedDeltaNet"]
+__all__ = ["GatedDeltaNet", "GatedLinearAttention", "KimiDeltaAttention", "LinearAttention", "Mamba2", "RetNet"]

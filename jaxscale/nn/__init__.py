@@ -32,11 +32,21 @@ from jaxscale.nn.latent import LatentAttention
 from jaxscale.nn.linear import Linear, project
 from jaxscale.nn.memory import POLICIES, TENSORS, MemoryPolicy
 from jaxscale.nn.mixer import MADE_WITH, Mixer
+from jaxscale.nn.mixers import (
+    GatedDeltaNet,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    LinearAttention,
+    Mamba2,
+    RetNet,
+)
 from jaxscale.nn.mlp import GELU, FeedForward, GeGLU, SwiGLU
 from jaxscale.nn.moe import Experts, MixtureOfExperts
 from jaxscale.nn.norms import LayerNorm, QKNorm, RMSNorm, UnitOffsetRMSNorm
 from jaxscale.nn.products import MXFP8, Clustered, Fp8, Int8, ProductRule, Products, Rounded
 from jaxscale.nn.recurrent import document_starts, recurrence
+from jaxscale.nn.products import MXFP8, Fp8, Int8, ProductRule, Products, Rounded
+from jaxscale.nn.recurrent import convolution, document_starts, matrix_recurrence, recurrence
 from jaxscale.nn.reversible import ReversibleRun
 from jaxscale.nn.rotary import (
     LinearScaling,
@@ -55,6 +65,14 @@ from jaxscale.nn.weight_format import WeightFormat
 from jaxscale.parallel import Weight, as_weight
 
 __all__ = [
+    "GatedDeltaNet",
+    "GatedLinearAttention",
+    "KimiDeltaAttention",
+    "LinearAttention",
+    "Mamba2",
+    "RetNet",
+    "convolution",
+    "matrix_recurrence",
     "Products",
     "Rounded",
     "Clustered",

@@ -100,7 +100,7 @@ class GatedDelta(nnx.Module):
             return out_of(constrain(out.astype(self.dtype), *HEADS), self.out)
 
 
-@register(name="GatedDeltaNet")
+@register
 @dataclasses.dataclass(frozen=True)
 class GatedDeltaNet(Mixer):
     """Gated DeltaNet (Yang, Kautz & Hatamizadeh 2025), as in Qwen3-Next.

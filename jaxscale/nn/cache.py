@@ -396,10 +396,11 @@ class LayerCache:
         for group in self.step.groups:
             at = group.columns
             slots = jnp.broadcast_to(jnp.arange(at.shape[1]), at.shape[:2]) if group.slots is None else group.slots
-            real = at < columns
+            places = pick(self.step.positions, jnp.minimum(at, columns - 1))
+            real = (at < columns) & (places >= 0)
             count = jnp.sum(real, -1)
             held = [pick(x, jnp.minimum(at, columns - 1)) for x in tokens]
-            first = pick(self.step.positions, jnp.minimum(at[..., 0], columns - 1))
+            first = places[..., 0]
             state = jax.vmap(lambda x, slot, i: x[slot, i])(mine, slots, (first - 1) % ring)
             state = jnp.where((first > 0).reshape(*first.shape, *(1,) * (state.ndim - 2)), state, 0)
 

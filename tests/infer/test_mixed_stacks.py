@@ -23,13 +23,13 @@ from jaxscale.infer.speculative import WithDraft
 from jaxscale.infer.stages import on_stages
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.models import BlockConfig, TransformerConfig
-from jaxscale.nn import MixtureOfExperts
+from jaxscale.nn import GatedDeltaNet, MixtureOfExperts
 from jaxscale.step.state import TrainState, describe_model
 from tests.truth.params import random_params
 from tests.truth.serving import call
 
 VOCAB, LENGTH = 64, 24
-LINEAR, FULL = BlockConfig(mixer=GatedRecurrence()), BlockConfig()
+LINEAR, DELTA, FULL = BlockConfig(mixer=GatedRecurrence()), BlockConfig(mixer=GatedDeltaNet(heads=2)), BlockConfig()
 MIXED = TransformerConfig(
     depth=4, vocab=VOCAB, width=16, heads=4, kv_heads=4, head_dim=8, hidden=32, blocks=(LINEAR, LINEAR, LINEAR, FULL)
 )
@@ -100,12 +100,22 @@ def test_a_mixed_stack_generates_what_passes_over_whole_texts_give(mesh, cache, 
     assert mesh is not None or engine.stats.preemptions > 0
 
 
-def test_a_round_of_speculation_goes_back_to_the_last_token_that_stands():
+def test_a_stack_with_states_that_are_matrices_generates_what_passes_over_whole_texts_give():
+    config = dataclasses.replace(MIXED, blocks=(DELTA, DELTA, FULL), depth=3)
+    mesh, cache = "data=2,tensor=2", Paged(page=2, pages=14)
+    requests = list(_requests(14))
+    engine = Engine(Cached(*_model(mesh, config), layout=Layout(mesh), cache=cache, rows=4, length=LENGTH, budget=16))
+    assert _served(engine, requests) == _greedy(requests, config)
+
+
+@pytest.mark.parametrize("linear", [LINEAR, DELTA], ids=["vectors", "matrices"])
+def test_a_round_of_speculation_goes_back_to_the_last_token_that_stands(linear):
     requests = list(_requests(6))
-    small = dataclasses.replace(MIXED, depth=1, blocks=(LINEAR,))
-    models = [Loaded(*_model(None, config), None, 0) for config in (MIXED, small)]
+    mixed = dataclasses.replace(MIXED, blocks=(linear, linear, linear, FULL))
+    small = dataclasses.replace(MIXED, depth=1, blocks=(linear,))
+    models = [Loaded(*_model(None, config), None, 0) for config in (mixed, small)]
     engine = Engine(WithDraft(*models, draft_tokens=3, rows=4, length=LENGTH))
-    assert _served(engine, requests) == _greedy(requests)
+    assert _served(engine, requests) == _greedy(requests, mixed)
     assert 0 < engine.stats.accepted < engine.stats.proposed
 
 

@@ -44,8 +44,6 @@ from jaxscale.nn.mlp import GELU, FeedForward, GeGLU, SwiGLU
 from jaxscale.nn.moe import Experts, MixtureOfExperts
 from jaxscale.nn.norms import LayerNorm, QKNorm, RMSNorm, UnitOffsetRMSNorm
 from jaxscale.nn.products import MXFP8, Clustered, Fp8, Int8, ProductRule, Products, Rounded
-from jaxscale.nn.recurrent import document_starts, recurrence
-from jaxscale.nn.products import MXFP8, Fp8, Int8, ProductRule, Products, Rounded
 from jaxscale.nn.recurrent import convolution, document_starts, matrix_recurrence, recurrence
 from jaxscale.nn.reversible import ReversibleRun
 from jaxscale.nn.rotary import (

@@ -97,18 +97,18 @@ def matrix_recurrence(
         starts = document_starts(context, q.shape[1])
         return linear_attention(q, k, v, log_decay, beta, starts, context.order, axis=axis, chunk=chunk)
     optional = {"log_decay": log_decay, "beta": beta}
-    given = {name: x for name, x in optional.items() if x is not None}
+    extra = {name: x for name, x in optional.items() if x is not None}
 
     def run(state: Array, real: Array, q: Array, k: Array, v: Array, *rest: Array) -> tuple[Array, Array]:
         # a token that is none adds nothing and keeps everything
         k = jnp.where(real[..., None, None], k, 0)
         options = {
             name: jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, 0)
-            for name, x in zip(given, rest, strict=True)
+            for name, x in zip(extra, rest, strict=True)
         }
         return attend(q, k, v, **options, initial=state, chunk=chunk)
 
-    return cache.carry(decode_state, name, (q, k, v, *given.values()), run)
+    return cache.carry(decode_state, name, (q, k, v, *extra.values()), run)
 
 
 def convolution(

@@ -97,8 +97,8 @@ def linear_attention(
     if order is not None:
         named["order"], arrays["order"] = ("seq",), order
 
-    def local(*given: Array) -> Array:
-        mine = dict(zip(arrays, given, strict=True))
+    def local(*shards: Array) -> Array:
+        mine = dict(zip(arrays, shards, strict=True))
         places = mine.pop("order", None)
         b, n = mine["q"].shape[:2]
         mine = {name: x.reshape(b * parts, n // parts, *x.shape[2:]) for name, x in mine.items()}

@@ -51,15 +51,15 @@ def _single(x):
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", ["none", "heads", "channels", "strong"])
 def test_chunks_equal_the_recurrence(decay, delta):
-    given = _operands(decay, delta)
-    got = jax.jit(lambda *x: linear_attention(*x, chunk=CHUNK))(*map(_single, given))
-    want = _reference(*given)
+    operands = _operands(decay, delta)
+    got = jax.jit(lambda *x: linear_attention(*x, chunk=CHUNK))(*map(_single, operands))
+    want = _reference(*operands)
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max() * (10 if decay == "strong" else 1))
 
 
 @pytest.mark.parametrize("mesh,in_zigzag", [("context=4,tensor=2", False), ("context=2,data=2,tensor=2", True)])
 def test_shards_of_a_sequence_go_on_from_each_other_and_gradients_are_those_of_one_device(mesh, in_zigzag):
-    *given, starts = _operands("channels", True)
+    *operands, starts = _operands("channels", True)
     layout = Layout(mesh)
     order = np.asarray(zigzag(S, layout.sizes["context"])) if in_zigzag else np.arange(S)
     places = jnp.asarray(order, jnp.int32) if in_zigzag else None
@@ -68,7 +68,7 @@ def test_shards_of_a_sequence_go_on_from_each_other_and_gradients_are_those_of_o
     def loss(arrays, starts, places, weights):
         return jnp.sum(linear_attention(*arrays, starts, places, chunk=CHUNK) * weights)
 
-    arrays = [_single(x) for x in given]
+    arrays = [_single(x) for x in operands]
     want = jax.jit(jax.value_and_grad(loss), static_argnums=())(arrays, jnp.asarray(starts), None, _single(weights))
     with layout:
         mine = [x[:, order] for x in arrays]
@@ -81,7 +81,7 @@ def test_shards_of_a_sequence_go_on_from_each_other_and_gradients_are_those_of_o
 
 
 def test_gradients_are_those_of_the_recurrence():
-    *given, starts = map(_single, _operands("channels", True))
+    *operands, starts = map(_single, _operands("channels", True))
 
     def by_tokens(q, k, v, log_decay, beta):
         def step(state, token):
@@ -95,7 +95,7 @@ def test_gradients_are_those_of_the_recurrence():
         return jnp.moveaxis(jax.lax.scan(step, jnp.zeros((B, H, K, V)), tokens)[1], 0, 1)
 
     def gradients(f):
-        return jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(f(*x)))))(given)
+        return jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(f(*x)))))(operands)
 
     chunked = gradients(lambda *x: linear_attention(*x, starts, chunk=CHUNK))
     for a, b in zip(chunked, gradients(by_tokens), strict=True):

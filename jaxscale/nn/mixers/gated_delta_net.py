@@ -58,10 +58,11 @@ class GatedDelta(nnx.Module):
         rngs: nnx.Rngs,
     ):
         types = dict[str, Any](dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        linear = partial(Linear, {"embed": width}, **types)
-        self.q, self.k = (linear({"heads": key_heads, "head_dim": key_dim}) for _ in range(2))
-        self.v, self.gate = (linear({"heads": heads, "head_dim": value_dim}) for _ in range(2))
-        self.decay, self.beta = (linear({"heads": heads}) for _ in range(2))
+        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        embed = {"embed": width}
+        self.q, self.k = (linear(embed, {"heads": key_heads, "head_dim": key_dim}) for _ in range(2))
+        self.v, self.gate = (linear(embed, {"heads": heads, "head_dim": value_dim}) for _ in range(2))
+        self.decay, self.beta = (linear(embed, {"heads": heads}) for _ in range(2))
         self.q_conv = ShortConvolution("q", taps, key_heads, key_dim, **types)
         self.k_conv = ShortConvolution("k", taps, key_heads, key_dim, **types)
         self.v_conv = ShortConvolution("v", taps, heads, value_dim, **types)

@@ -58,11 +58,12 @@ class KimiDelta(nnx.Module):
         rngs: nnx.Rngs,
     ):
         types = dict[str, Any](dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        linear = partial(Linear, {"embed": width}, **types)
-        self.q, self.k = (linear({"heads": heads, "head_dim": key_dim}) for _ in range(2))
-        self.v = linear({"heads": heads, "head_dim": value_dim})
-        self.beta = linear({"heads": heads})
-        self.decay_down, self.gate_down = (linear({"latent": rank}) for _ in range(2))
+        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        embed = {"embed": width}
+        self.q, self.k = (linear(embed, {"heads": heads, "head_dim": key_dim}) for _ in range(2))
+        self.v = linear(embed, {"heads": heads, "head_dim": value_dim})
+        self.beta = linear(embed, {"heads": heads})
+        self.decay_down, self.gate_down = (linear(embed, {"latent": rank}) for _ in range(2))
         self.decay_up = Linear({"latent": rank}, {"heads": heads, "head_dim": key_dim}, **types)
         self.gate_up = Linear({"latent": rank}, {"heads": heads, "head_dim": value_dim}, **types)
         self.q_conv = ShortConvolution("q", taps, heads, key_dim, **types)

@@ -63,13 +63,14 @@ class LinearHeads(nnx.Module):
         rngs: nnx.Rngs,
     ):
         types = dict[str, Any](dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        linear = partial(Linear, {"embed": width}, **types)
-        self.q, self.k = (linear({"heads": heads, "head_dim": key_dim}) for _ in range(2))
-        self.v = linear({"heads": heads, "head_dim": value_dim})
-        self.gate = None if positive else linear({"heads": heads, "head_dim": value_dim})
-        self.decay_down = None if rank is None else linear({"latent": rank})
-        up = partial(Linear, {"latent": rank or 0}, {"heads": heads, "head_dim": key_dim}, bias=True, **types)
-        self.decay_up = None if rank is None else up()
+        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        embed = {"embed": width}
+        self.q, self.k = (linear(embed, {"heads": heads, "head_dim": key_dim}) for _ in range(2))
+        self.v = linear(embed, {"heads": heads, "head_dim": value_dim})
+        self.gate = None if positive else linear(embed, {"heads": heads, "head_dim": value_dim})
+        self.decay_down = None if rank is None else linear(embed, {"latent": rank})
+        up = {"heads": heads, "head_dim": key_dim}
+        self.decay_up = None if rank is None else linear({"latent": rank}, up, bias=True)
         self.norm = None if positive else RMSNorm(value_dim, axis="head_dim", eps=norm_eps, param_dtype=param_dtype)
         self.out = Linear({"heads": heads, "head_dim": value_dim}, {"embed": width}, scale=out_scale, **types)
         state = StateArray("state", (heads, key_dim, value_dim + positive), ("heads", None, None))
@@ -113,7 +114,6 @@ class _Heads(Mixer):
     gated: ClassVar[bool] = True
 
     heads: int | None
-    key_dim: int | None
     value_dim: int | None
 
     def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:
@@ -133,11 +133,14 @@ class _Heads(Mixer):
 
     def _sizes(self, heads: int, head_dim: int) -> tuple[int, int, int]:
         """Heads, width of a key and of a value."""
-        return self.heads or heads, self.key_dim or head_dim, self.value_dim or head_dim
+        key_dim: int | None = getattr(self, "key_dim", None)  # rotary positions want keys of the model's width
+        return self.heads or heads, key_dim or head_dim, self.value_dim or head_dim
 
-    def _make(self, width: int, heads: int, head_dim: int, options: dict[str, Any], **mine: Any) -> LinearHeads:
+    def _make(
+        self, width: int, heads: int, head_dim: int, options: dict[str, Any], mine: dict[str, Any]
+    ) -> LinearHeads:
         names = ("norm_eps", "out_scale", "dtype", "param_dtype", "rngs")
-        return LinearHeads(width, *self._sizes(heads, head_dim), **mine, **{name: options[name] for name in names})
+        return LinearHeads(width, *self._sizes(heads, head_dim), **mine | {name: options[name] for name in names})
 
 
 @register
@@ -159,7 +162,7 @@ class LinearAttention(_Heads):
 
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> LinearHeads:
         """See `Mixer`."""
-        return self._make(width, heads, head_dim, options, positive=True)
+        return self._make(width, heads, head_dim, options, dict(positive=True))
 
 
 @register
@@ -172,14 +175,12 @@ class RetNet(_Heads):
       value_dim: width of a value; `None` is the model's `head_dim`, which is also that of a key.
     """
 
-    key_dim: ClassVar[None] = None
-
     heads: int | None = None
     value_dim: int | None = None
 
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> LinearHeads:
         """See `Mixer`."""
-        return self._make(width, heads, head_dim, options, retains=True, rotary=options["rotary"])
+        return self._make(width, heads, head_dim, options, dict(retains=True, rotary=options["rotary"]))
 
 
 @register
@@ -206,4 +207,5 @@ class GatedLinearAttention(_Heads):
 
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> LinearHeads:
         """See `Mixer`."""
-        return self._make(width, heads, head_dim, options, rank=self.rank, temperature=self.temperature)
+        mine = dict(rank=self.rank, temperature=self.temperature)
+        return self._make(width, heads, head_dim, options, mine)

@@ -57,10 +57,11 @@ class StateSpace(nnx.Module):
         rngs: nnx.Rngs,
     ):
         types = dict[str, Any](dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        linear = partial(Linear, {"embed": width}, **types)
-        self.gate, self.x = (linear({"heads": heads, "head_dim": head_dim}) for _ in range(2))
-        self.b, self.c = (linear({"heads": groups, "head_dim": state}) for _ in range(2))
-        self.dt = linear({"heads": heads})
+        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        embed = {"embed": width}
+        self.gate, self.x = (linear(embed, {"heads": heads, "head_dim": head_dim}) for _ in range(2))
+        self.b, self.c = (linear(embed, {"heads": groups, "head_dim": state}) for _ in range(2))
+        self.dt = linear(embed, {"heads": heads})
         self.x_conv = ShortConvolution("x", taps, heads, head_dim, bias=True, **types)
         self.b_conv = ShortConvolution("b", taps, groups, state, bias=True, **types)
         self.c_conv = ShortConvolution("c", taps, groups, state, bias=True, **types)

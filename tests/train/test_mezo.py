@@ -35,7 +35,6 @@ SHARED = Layout("replica=2,data=2", rules=shared_rows())
 MESHES = {
     "one device": (None, 1),
     "data, fsdp and tensor": (Layout("data=2,fsdp=2,tensor=2"), 2),
-    "perturbations and rows": (SHARED, 1),
     "perturbations, rows and tensor": (Layout("replica=4,tensor=2", rules=shared_rows()), 1),
     "pipeline": (Layout("pipeline=2,data=2"), 1),
 }

@@ -62,6 +62,27 @@ class Book:
         some = flat[np.linspace(0, len(flat) - 1, min(self._sample, len(flat))).astype(int)]
         self.sums.append({"second": second, "mean": size.sum(0), "largest": size.max(0, initial=0.0), "sample": some})
 
+    def add_experts(self, name: str, chosen: Array, x: Float[Array, "..."]) -> None:
+        """Record the inputs of a matrix of several experts: of each, those of its tokens.
+
+        Args:
+          name: of the matrix.
+          chosen: the experts of each token, (b, s, experts).
+          x: (b, s, n), or (experts, b, s, n).
+        """
+        masks = jnp.moveaxis(chosen * self._real[..., None], -1, 0)  # (experts, b, s)
+        if x.ndim == 3:
+            x = jnp.broadcast_to(x, (len(masks), *x.shape))
+
+        def one(pair: tuple[Array, Array]) -> dict[str, Array]:
+            own = Book(pair[0], self._sample)
+            own.add(name, pair[1])
+            return own.sums[0]
+
+        self.place[name] = len(self.sums)
+        self._seen.append(x)
+        self.sums.append(jax.lax.map(one, (masks, x)))
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +114,10 @@ class Observed(Weight):
         """See `Weight`."""
         self.book.add(self.name, x)
         return as_weight(self.kernel).matmul(x, axes, contracted, arithmetic)
+
+    def of_experts(self, chosen: Any, inputs: Any) -> None:
+        """See `Weight`."""
+        self.book.add_experts(self.name, chosen(), inputs())
 
 
 def observable(model: ModelConfig) -> ModelConfig:
@@ -179,7 +204,9 @@ class Calibration:
             self._hidden = [np.asarray(self._before(rest, b)) for b in self._batches]
 
     def inputs(self, run: int, repeat: int, params: Tree, names: list[str]) -> dict[str, Inputs]:
-        """Return the statistics of the inputs of a layer's matrices; those without any, such as experts', are left out.
+        """Return the statistics of the inputs of a layer's matrices; those without any are left out.
+
+        Those of experts' matrices have a leading dimension of experts.
 
         Args:
           run: number of the run of blocks.
@@ -253,7 +280,7 @@ def _both(a: dict[str, Array], b: dict[str, Array]) -> dict[str, Array]:
     """Return the sums of two parts of the tokens together."""
     largest = jnp.maximum(a["largest"], b["largest"])
     sums = {name: a[name] + b[name] for name in ("second", "mean")}
-    return {**sums, "largest": largest, "sample": jnp.concatenate([a["sample"], b["sample"]])}
+    return {**sums, "largest": largest, "sample": jnp.concatenate([a["sample"], b["sample"]], -2)}
 
 
 def _real(batch: Batch) -> Any:

@@ -197,7 +197,8 @@ def _costs(
             inputs = calibration.inputs(run, repeat, params, [n for n in leaves if f"runs/{names[run]}/{n}" in of_path])
             for name, own in inputs.items():
                 info = of_path[f"runs/{names[run]}/{name}"]
-                losses[info.path] = losses.get(info.path, 0.0) + recipe.cost(leaves[name][0], info, own)
+                each = [recipe.cost(k, info, i) for k, i in own.each(leaves[name][0]) if i is not None]
+                losses[info.path] = losses.get(info.path, 0.0) + sum(each)
             if number < len(layers.order):
                 calibration.advance(run, repeat, params)
             say(f"costs of layer {number} of {len(layers.order)}")
@@ -206,7 +207,7 @@ def _costs(
     unseen = [path for path in of_path if path not in losses]
     if unseen:
         raise ConfigError(
-            f"{type(recipe).__name__} has no inputs of {unseen[0]} to weigh it by (experts); use a recipe with one "
+            f"{type(recipe).__name__} has no inputs of {unseen[0]} to weigh it by; use a recipe with one "
             "number of bits, such as GPTQ()"
         )
     return {path: Cost(loss, of_path[path].size) for path, loss in losses.items()}
@@ -241,7 +242,7 @@ def _quantize_layers(
                 with layout if layout is not None else contextlib.nullcontext():
                     weights, share = one.quantized(params, layers.infos, graphdef)
                 if number == 1 and one.unseen:
-                    say(f"no inputs of {', '.join(one.unseen)} are recorded (experts); they are rounded to nearest")
+                    say(f"no inputs of {', '.join(one.unseen)} are recorded; they are rounded to nearest")
                 work.write(run, repeat, weights)
                 error = f"squared error of the outputs {share:.3%} of their square, " if share is not None else ""
                 say(f"{what}: {error}{time.monotonic() - began:.1f} s")
@@ -303,10 +304,14 @@ class _Layer:
             if own is None:
                 weight = self.recipe.of(info).quantize(kernel, info.contracted)
             else:
-                single = self.recipe.of(info).quantize(kernel[0], info.contracted, own)
-                weight = jax.tree.map(lambda x: x[None], single)
-                error, square = _errors(kernel[0], single, own, info.contracted)
-                wrong, total = wrong + float(error), total + float(square)
+                singles = []
+                for matrix, seen in own.each(kernel[0]):
+                    singles.append(self.recipe.of(info).quantize(matrix, info.contracted, seen))
+                    if seen is not None:
+                        error, square = _errors(matrix, singles[-1], seen, info.contracted)
+                        wrong, total = wrong + float(error), total + float(square)
+                together = jax.tree.map(lambda *x: jnp.stack(x), *singles)
+                weight = together if own.second.ndim == 2 else jax.tree.map(lambda x: x[None], together)
             form = self.recipe.of(info).format
             refuse_flaws(form, info, form.flaws(kernel, weight))
             return weight

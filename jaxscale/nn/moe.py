@@ -21,7 +21,7 @@ from jaxscale.nn.memory import MemoryPolicy
 from jaxscale.nn.mlp import FeedForward, SwiGLU
 from jaxscale.nn.routers import Router, SoftmaxRouter
 from jaxscale.nn.stats import Stats
-from jaxscale.parallel import Arithmetic, Capacity, Choices, Slots, Weights, as_weight, expert_mlp
+from jaxscale.parallel import Arithmetic, Capacity, Choices, Slots, Weight, Weights, as_weight, expert_mlp
 from jaxscale.parallel.experts import DOWN, UP, check_groups
 from jaxscale.signatures import check_method
 
@@ -266,6 +266,8 @@ class Experts(nnx.Module):
         if arithmetic.reparametrised is not None:
             weights = Weights._make(None if w is None else jax.vmap(arithmetic.matrix)(w) for w in weights)
         act = c.expert.activation
+        if isinstance(routed, Choices):
+            self._show(stored, weights, x, routed)
         with jax.named_scope("experts"):
             y = expert_mlp(x, routed, weights, act=act, arithmetic=arithmetic, capacity=capacity, gathered=gathered)
         if self.shared is not None:
@@ -273,6 +275,22 @@ class Experts(nnx.Module):
                 y = y + self._gated(self.shared(constrain(x, "batch", "seq", "embed")), x)
         with jax.named_scope("router"):
             return y, self._stats(scores, routed, bias, capacity, real)
+
+    def _show(self, stored: list[Weight | None], weights: Weights, x: Array, routed: Choices) -> None:
+        """Tell each weight what its experts multiply by it, as functions, which calibration alone calls."""
+
+        def chosen() -> Array:
+            return jnp.any(jax.nn.one_hot(routed.ids, self.config.experts, dtype=bool), axis=2)
+
+        def hidden() -> Array:
+            act, up = self.config.expert.activation, jnp.einsum("bse,xem->xbsm", x, weights.up)
+            if weights.gate is None:
+                return act(up)
+            return act(jnp.einsum("bse,xem->xbsm", x, weights.gate)) * up
+
+        for w, inputs in zip(stored, (lambda: x, lambda: x, hidden), strict=True):
+            if w is not None:
+                w.of_experts(chosen, inputs)
 
     def scores(self, x: Float[Array, "b s e"]) -> Float[Array, "b s x"]:
         """Return the router's scores, computed in float32.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -72,6 +72,15 @@ class Weight(abc.ABC):
     def for_loss(self) -> Array | Weight:
         """Return an output head as a loss multiplies with it: by default one array."""
         return self.dense()
+
+    def of_experts(self, chosen: Callable[[], Array], inputs: Callable[[], Array]) -> None:
+        """Called by a layer of experts with what its experts multiply by this weight; by default this does nothing.
+
+        Args:
+          chosen: returns which experts each token has, (b, s, experts), True or False.
+          inputs: returns the inputs: (b, s, n) for all experts, or (experts, b, s, n).
+        """
+        del chosen, inputs
 
     def gathered(self, axes: Axes, dtype: DTypeLike) -> Float[Array, "..."]:
         """Return the kernel as layers compute with it: cast, then sharded as an activation; see `in_use`.

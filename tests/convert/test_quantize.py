@@ -15,6 +15,7 @@ import jaxscale as js
 from jaxscale.cli import main
 from jaxscale.commands.quantize import recipe_of
 from jaxscale.convert import quantize as module
+from jaxscale.convert.calibration import Book, Observed
 from jaxscale.convert.folding import folds_of
 from jaxscale.convert.merge import merge
 from jaxscale.convert.quantize import quantize
@@ -149,13 +150,42 @@ def test_factors_leave_the_function_as_it_is(changes):
 
 
 @pytest.mark.long
-def test_experts_are_rounded_to_nearest_where_a_recipe_sees_no_inputs(tmp_path):
+def test_experts_are_calibrated_on_their_own_tokens(tmp_path):
     model = dataclasses.replace(MODEL, depth=1, mlp=MixtureOfExperts(experts=2, top_k=1, hidden=16))
     run = js.fit(model=model, run=tmp_path / "moe", quiet=True, steps=1, **SETTINGS)
     lines = []
-    q = quantize(run, tmp_path / "q", GPTQ(4, 8), **OPTIONS | dict(say=lines.append))
-    assert any("mlp/up" in line and "nearest" in line for line in lines)
-    assert is_weight(q.weights()["runs"][0]["blocks"][0]["mlp"]["up"])
+    q = quantize(run, tmp_path / "q", GPTQ(2, 8), **OPTIONS | dict(say=lines.append))
+    assert not any("nearest" in line for line in lines)
+    got = q.weights()["runs"][0]["blocks"][0]["mlp"]
+    nearest = RoundToNearest(2, 8).quantize(run.params()["runs"][0]["blocks"][0]["mlp"]["down"], (-2,))
+    assert got["down"].shape == nearest.shape and not np.array_equal(got["down"].codes, nearest.codes)
+
+
+def test_statistics_of_experts_are_those_of_their_tokens_in_numpy():
+    draw = np.random.default_rng(0)
+    layer = MixtureOfExperts(experts=3, top_k=2, hidden=8)(
+        6, 16, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)
+    )
+    x, real = draw.normal(size=(2, 5, 6)).astype(np.float32), np.ones((2, 5), np.float32)
+    real[1, 3:] = 0
+    book = Book(jnp.asarray(real), 4)
+    gate, up, down, router = (
+        np.asarray(p.get_value(), np.float64) for p in (layer.gate, layer.up, layer.down, layer.router)
+    )
+    for name in ("up", "down"):
+        own = getattr(layer, name)
+        own.set_value(Observed(own.get_value(), name, book))
+    layer(jnp.asarray(x), jnp.asarray(real, bool))
+    flat = x.astype(np.float64).reshape(-1, 6)
+    best = np.argsort(-(flat @ router), 1)[:, :2]
+    for e in range(3):
+        of = flat[(best == e).any(1) & (real.reshape(-1) > 0)]
+        h = of @ gate[e]
+        hidden = h / (1 + np.exp(-h)) * (of @ up[e])
+        for name, want in (("up", of), ("down", hidden)):
+            sums = jax.tree.map(lambda a, e=e: a[e], book.sums[book.place[name]])
+            np.testing.assert_allclose(sums["second"], want.T @ want, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(sums["largest"], np.abs(want).max(0), rtol=1e-4)
 
 
 @pytest.mark.long

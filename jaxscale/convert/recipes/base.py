@@ -34,6 +34,19 @@ class Inputs(NamedTuple):
     largest: Float[Array, " n"]
     sample: Float[Array, "t n"] | None = None
 
+    def each(self, kernel: Float[Array, "..."]) -> list[tuple[Float[Array, "..."], Inputs | None]]:
+        """Return a kernel's matrices with the statistics of their inputs: one, or those of all experts.
+
+        The statistics of an expert that no calibration token has are `None`.
+
+        Args:
+          kernel: the kernel, of all experts if these are statistics of experts.
+        """
+        if self.second.ndim == 2:
+            return [(kernel, self)]
+        own = [jax.tree.map(lambda x, e=e: x[e], self) for e in range(len(self.second))]
+        return [(k, i if float(i.largest.max()) > 0 else None) for k, i in zip(kernel, own, strict=True)]
+
     def scaled(self, by: Float[Array, " n"]) -> Inputs:
         """Return the statistics of the inputs times a factor for each.
 

@@ -6,12 +6,14 @@ import argparse
 import dataclasses
 import json
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxscale.commands.shared import (
     TEXT,
     accept_argument,
+    cache_argument,
     import_argument,
     layout_arguments,
     layout_of,
@@ -83,6 +85,7 @@ def add(commands: Any) -> None:
         help="for models larger than device memory: load layers one at a time from host memory or from disk",
     )
     weights_argument(parser)
+    cache_argument(parser)
     layout_arguments(parser)
     parser.set_defaults(run_command=run)
 
@@ -93,6 +96,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     from jaxscale import load
     from jaxscale.data import ChatTemplate
     from jaxscale.errors import ConfigError
+    from jaxscale.infer.cache import Paged
     from jaxscale.infer.generate import pieces
     from jaxscale.infer.loaded import trained_length
     from jaxscale.infer.sampling import Sampling
@@ -143,10 +147,16 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     layout = layout_of(args)
     options: dict[str, Any] = dict(layout=layout, step=args.step, rows=args.rows, draft_tokens=args.draft_tokens)
     options |= dict(stream_layers=args.stream_layers, weights=weights)
+    if args.kv_cache is not None:
+        options["cache"] = Paged(numbers=args.kv_cache)
     draft = None if args.draft is None else load(args.draft)
     printer = _Printer([p if template is None or args.json else "" for p, _ in requests], args.json)
+    speed = _Speed()
     for piece in pieces(trained, inputs, [s for _, s in requests], draft=draft, **options):
         printer.take(piece.prompt, piece.text, piece.completion)
+        speed.take(piece.completion)
+    if not args.json and (line := speed.line()):
+        print(f"jaxscale: {line}", file=sys.stderr)
     if draft is not None and not args.json:
         share = printer.last.acceptance or 0.0
         print(f"jaxscale: {share:.0%} of the drafted tokens were accepted", file=sys.stderr)
@@ -162,6 +172,34 @@ def _sampling(trained: Any, options: dict[str, Any]) -> dict[str, Any]:
         listed = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in own.items())
         print(f"jaxscale: using {listed} from generation_config.json", file=sys.stderr)
     return {"temperature": 0.8, **own, **options}
+
+
+class _Speed:
+    """Counts tokens, and the time since the first one."""
+
+    def __init__(self) -> None:
+        self._first = self._last = 0.0
+        self._tokens = 0
+
+    def take(self, completion: Completion | None) -> None:
+        """Take a piece: a token of a sequence, and the completion if that is complete."""
+        self._last = time.perf_counter()
+        self._first = self._first or self._last
+        if completion is not None:
+            self._tokens += len(completion.ids)
+
+    def line(self) -> str:
+        """Tokens per second after the first token, and the most memory of a device where it is reported."""
+        if self._tokens < 2 or self._last <= self._first:
+            return ""
+        import jax
+
+        from jaxscale.units import human_bytes
+
+        peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        memory = "" if peak is None else f", at most {human_bytes(peak)} of memory on a device"
+        rate = (self._tokens - 1) / (self._last - self._first)
+        return f"{self._tokens} tokens, {rate:.3g} tokens/s after the first{memory}"
 
 
 class _Printer:

@@ -12,7 +12,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxscale.commands.shared import TEXT, accept_argument, import_argument, say_bytes, weights_argument, weights_of
+from jaxscale.commands.shared import (
+    TEXT,
+    accept_argument,
+    cache_argument,
+    import_argument,
+    say_bytes,
+    weights_argument,
+    weights_of,
+)
 from jaxscale.errors import ConfigError, RunError
 from jaxscale.interrupts import handled_signals
 
@@ -56,6 +64,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--budget", type=int, metavar="TOKENS", help="tokens per step (default 256, or twice --rows)")
     parser.add_argument("--pages", type=int, help="pages of the KV cache (default: enough for --rows full sequences)")
     parser.add_argument("--page", type=int, default=16, metavar="TOKENS", help="tokens per page (default 16)")
+    cache_argument(parser)
     parser.add_argument("--draft", metavar="RUN", help="a run whose smaller model drafts tokens (speculative decoding)")
     parser.add_argument("--draft-tokens", type=int, default=4, metavar="N", help="tokens per draft (default 4)")
     parser.add_argument(
@@ -110,7 +119,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         print(f"jaxscale: listening at {server.url}; loading the model", file=sys.stderr, flush=True)
         sizes = {"rows": args.rows, "budget": args.budget, "pages": args.pages, "page": args.page}
         more = {"draft": draft, "draft_tokens": args.draft_tokens, "stream_layers": args.stream_layers}
-        more["weights"] = weights
+        more |= {"weights": weights, "kv_cache": args.kv_cache}
         server.open(served, engine_of(trained, served, layout=layout, note=_Progress(), **sizes, **more))
         stop = _Signals()
         print(f"serving '{served.name}' at {server.url}/v1", flush=True)

@@ -142,6 +142,15 @@ def weights_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def cache_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--kv-cache`."""
+    parser.add_argument(
+        "--kv-cache",
+        metavar="NUMBERS",
+        help="store keys and values in 8 bits, int8 or fp8 (default: the type of the computation)",
+    )
+
+
 def weights_of(args: argparse.Namespace, bindings: list[str]) -> WeightFormat | None:
     """The weight format of `--weights`, its fields set by the bindings; `None` without the option.
 
@@ -174,17 +183,18 @@ def weights_of(args: argparse.Namespace, bindings: list[str]) -> WeightFormat | 
     return weights
 
 
-def say_bytes(run: Run, weights: WeightFormat | None, name: str) -> None:
-    """Print the bytes of a run's parameters in a weight format to stderr, and those in bfloat16.
+def say_bytes(run: Run, weights: WeightFormat | None, name: str | None) -> None:
+    """Print the bytes of a run's parameters in few bits to stderr, and those as plain arrays.
 
-    Nothing is printed without a format, and for a run that stores its matrices in one.
+    Nothing is printed for plain arrays, nor for a run that stores its matrices in few bits and is read in others.
 
     Args:
       run: the run.
-      weights: the format, or `None`.
+      weights: the format, or `None` for that of the run's checkpoint.
       name: what the user calls it.
     """
-    if weights is None or run.config.stored is not None:
+    few = weights or run.config.stored
+    if few is None or (weights is not None and run.config.stored is not None):
         return
     import jax
 
@@ -192,9 +202,10 @@ def say_bytes(run: Run, weights: WeightFormat | None, name: str) -> None:
     from jaxscale.units import human_bytes
 
     _, infos = describe_model(run.config.model)
-    plain, few = jax.tree.leaves(infos), jax.tree.leaves(weights.infos(infos))
-    size, half = human_bytes(sum(i.nbytes for i in few)), human_bytes(2 * sum(i.size for i in plain))
-    print(f"jaxscale: parameters take {size} with --weights {name}, and {half} in bfloat16", file=sys.stderr)
+    size, whole = (human_bytes(sum(i.nbytes for i in jax.tree.leaves(t))) for t in (few.infos(infos), infos))
+    how = "as they are stored" if weights is None else f"with --weights {name}"
+    types = ", ".join(sorted({str(i.dtype) for i in jax.tree.leaves(infos)}))
+    print(f"jaxscale: parameters take {size} {how}, and {whole} as plain arrays ({types})", file=sys.stderr)
 
 
 def load(own: Path | None, args: argparse.Namespace, bindings: list[str], also: tuple[str, ...] = ()) -> TrainConfig:

@@ -58,6 +58,9 @@ def stepper_of(
       CheckpointError: there is no such checkpoint.
       RunError: the run has no checkpoint.
     """
+    few = getattr(cache, "numbers", None)
+    if few is not None and draft is not None:
+        raise ConfigError(f"a draft needs keys and values in the type of the computation; leave out {few} or the draft")
     common: dict[str, Any] = dict(rows=rows, length=length, end_ids=run.end_ids)
     cached = dict(common, cache=Paged() if cache is None else cache, budget=budget)
     if stream_layers is not None:
@@ -76,6 +79,8 @@ def stepper_of(
         return WithDraft(loaded, small, draft_tokens=draft_tokens, **common)
     why = why_no_cache(loaded)
     if why is not None:
+        if few is not None:
+            raise ConfigError(f"keys and values are not stored at all, so not as {few} either; leave it out: {why}")
         log.warning("each token recomputes the whole sequence (slow): %s", why)
         return WholeSequences(loaded.graphdef, loaded.params, layout=loaded.layout, **common)
     return Cached(loaded.graphdef, loaded.params, layout=loaded.layout, **cached)

@@ -38,6 +38,7 @@ def decode_attention(
     scale: float | None = None,
     value_dim: int | None = None,
     maximum: float | None = None,
+    scales: tuple[ArrayLike, ArrayLike | None] | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return causal attention of each row's queries to its cached keys (flash-decoding, Dao et al. 2023).
@@ -47,8 +48,8 @@ def decode_attention(
 
     Args:
       q: (B, Q, H, D) in float32, bfloat16 or float16. Q is small: a kernel takes H / K * Q queries in a tile of 64.
-      k: (P, page, K, D) in q's dtype; H is a multiple of K, and query head h reads key head h // (H / K). Without
-        pages, P is B and `page` the length of a row.
+      k: (P, page, K, D) in q's dtype, or with `scales` codes in int8 or float8_e4m3fn; H is a multiple of K, and query
+        head h reads key head h // (H / K). Without pages, P is B and `page` the length of a row.
       v: (P, page, K, Dv) in q's dtype, or `None` where values are the first `value_dim` widths of keys.
       positions: (B, Q) integers, each query's position in its sequence: it sees keys at positions up to its own. A
         query at -1 sees none.
@@ -65,6 +66,9 @@ def decode_attention(
       maximum: a number near each query's largest score, known beforehand (FlashDecoding++, Hong et al. 2023), so that
         sums need no rescaling. Where it turns out too far off for float32, everything is computed again without it.
         Only "xla" uses it.
+      scales: float32 factors of the codes of each key and head, and of each value and head (`None` without `v`), (P,
+        page, K). Products take the codes as they are; scores and weights are multiplied by the factors. The kernels for
+        TPUs and GPUs leave them to "xla".
       implementation: "mosaic_gpu", "mosaic_tpu", "xla" or "dense" (all keys at once in float32); `None` chooses the
         best here.
 
@@ -89,6 +93,7 @@ def decode_attention(
         scale=scale,
         value_dim=value_dim,
         maximum=maximum,
+        scales=scales,
     )
     return _attend(inputs, settings, implementation)
 
@@ -121,7 +126,7 @@ _BY_NAME = (Implementation("dense", (), _anywhere, _run_dense),)
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _attend(inputs: Inputs, settings: Settings, implementation: str | None) -> tuple[jax.Array, jax.Array]:
-    q, k, v, _, tables, _ = inputs
+    q, k, v, _, tables, *_ = inputs
     case = {
         "settings": settings,
         "q": q.shape,

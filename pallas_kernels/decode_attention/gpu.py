@@ -61,6 +61,8 @@ def supported(
         return why
     if settings.maximum is not None:
         return "the option maximum is left to XLA"
+    if settings.codes:
+        return "keys and values of 8 bits are left to XLA"
     if dtype not in DTYPES:
         return f"Hopper's tensor cores take {' and '.join(DTYPES)}, and {dtype} is left to XLA"
     if v is None:

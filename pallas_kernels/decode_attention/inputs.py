@@ -21,6 +21,8 @@ __all__ = ["Inputs", "Settings", "checked", "starts"]
 
 _OP = "decode_attention"
 DTYPES = ("float32", "bfloat16", "float16")
+CODES = ("int8", "float8_e4m3fn")
+"""Types of keys and values that have scales."""
 
 
 class Inputs(NamedTuple):
@@ -33,6 +35,7 @@ class Inputs(NamedTuple):
       positions: int32 (B, Q).
       tables: int32 (B, N).
       first: int32 ().
+      scales: of codes of 8 bits, float32 (P, page, K): those of keys, and of values or `None` as `v`; else `None`.
     """
 
     q: jax.Array
@@ -41,6 +44,7 @@ class Inputs(NamedTuple):
     positions: jax.Array
     tables: jax.Array
     first: jax.Array
+    scales: tuple[jax.Array, jax.Array | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Settings:
       value_dim: Dv.
       stride: pages of the sequence from one table entry to the next.
       maximum: used as the largest score of each query, or `None` to compute it.
+      codes: whether keys and values are codes of 8 bits with scales.
     """
 
     score: Score
@@ -60,6 +65,7 @@ class Settings:
     value_dim: int
     stride: int
     maximum: float | None = None
+    codes: bool = False
 
 
 def starts(first: Any, stride: int, page: int, entries: int) -> jax.Array:
@@ -82,6 +88,7 @@ def checked(
     scale: Any,
     value_dim: int | None,
     maximum: Any,
+    scales: Any = None,
 ) -> tuple[Inputs, Settings]:
     """Check and convert the arguments of `decode_attention`.
 
@@ -92,7 +99,8 @@ def checked(
       KernelError: as `decode_attention`.
     """
     q, k, v = jnp.asarray(q), jnp.asarray(k), None if v is None else jnp.asarray(v)
-    _check_arrays(q, k, v)
+    scales = _scales(scales, k, v)
+    _check_arrays(q, k, v, () if scales is None else CODES)
     (b, n, _, d), (pages, page) = q.shape, k.shape[:2]
     value_dim = _value_dim(d, v, value_dim)
     positions = _positions(positions, lengths, b, n)
@@ -112,23 +120,41 @@ def checked(
         raise _error(f"first has to be one integer, not of shape {first.shape}")
     score = Score("softmax", d**-0.5 if scale is None else scale, softcap, 0.0)
     settings = Settings(score, None if window is None else min(int(window), 2**30), value_dim, stride, maximum)
-    return Inputs(q, k, v, positions, tables, first), settings
+    settings = dataclasses.replace(settings, codes=scales is not None)
+    return Inputs(q, k, v, positions, tables, first, scales), settings
 
 
 def _error(what: str) -> KernelError:
     return KernelError(f"decode_attention: {what}")
 
 
-def _check_arrays(q: jax.Array, k: jax.Array, v: jax.Array | None) -> None:
+def _scales(scales: Any, k: jax.Array, v: jax.Array | None) -> tuple[jax.Array, jax.Array | None] | None:
+    if scales is None:
+        return None
+    of_k, of_v = (None if x is None else jnp.asarray(x, jnp.float32) for x in scales)
+    if (of_v is None) != (v is None):
+        raise _error("scales has to be (those of k, those of v), the latter None where v is None")
+    for name, scale, codes in (("k", of_k, k), ("v", of_v, v)):
+        if codes is not None and (scale is None or scale.shape != codes.shape[:-1]):
+            shape = None if scale is None else scale.shape
+            raise _error(f"the scales of {name} have to be {codes.shape[:-1]}, one for each key and head, not {shape}")
+    assert of_k is not None
+    return of_k, of_v
+
+
+def _check_arrays(q: jax.Array, k: jax.Array, v: jax.Array | None, codes: tuple[str, ...]) -> None:
     shapes = {"q": (q, "(rows, queries, heads, head_dim)"), "k": (k, "(pages, page, key heads, head_dim)")}
     for name, (x, words) in (shapes | ({} if v is None else {"v": (v, "(pages, page, key heads, width)")})).items():
         if x.ndim != 4:
             raise _error(f"{name} has to be {words}, not of shape {x.shape}")
-        if x.dtype.name not in DTYPES:
+        if codes and name != "q":
+            if x.dtype.name not in codes:
+                raise _error(f"scales are for int8 or float8_e4m3fn, and {name} is {x.dtype.name}; leave them out")
+        elif x.dtype.name not in DTYPES:
             raise _error(
                 f"takes float32, bfloat16 or float16, and {name} is {x.dtype.name}; convert with {name}.astype"
             )
-        if x.dtype != q.dtype:
+        if not codes and x.dtype != q.dtype:
             raise _error(f"q is {q.dtype.name} and {name} is {x.dtype.name}; they have to share a dtype")
         if 0 in x.shape:
             raise _error(f"{name} of shape {x.shape} has nothing in it to attend with")

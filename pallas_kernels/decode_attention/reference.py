@@ -12,15 +12,18 @@ __all__ = ["forward"]
 
 def forward(inputs: Inputs, settings: Settings) -> tuple[jax.Array, jax.Array]:
     """Return the output (B, Q, H, Dv) and the log-sum-exp (B, Q, H), float32."""
-    q, k, v, positions, tables, first = inputs
+    q, k, v, positions, tables, first, scales = inputs
     (b, n, h, d), (_, page, kv, _), entries = q.shape, k.shape, tables.shape[1]
     listed = jnp.repeat(tables >= 0, page, axis=1)  # (b, t)
 
     def rows(x: jax.Array) -> jax.Array:
         return x[jnp.maximum(tables, 0)].reshape(b, entries * page, kv, -1).astype(jnp.float32)
 
-    keys = rows(k)
-    values = keys[..., : settings.value_dim] if v is None else rows(v)
+    keys = rows(k) if scales is None else rows(k) * rows(scales[0])
+    if v is None:
+        values = keys[..., : settings.value_dim]
+    else:
+        values = rows(v) if scales is None or scales[1] is None else rows(v) * rows(scales[1])
     place = (starts(first, settings.stride, page, entries)[:, None] + jnp.arange(page)).reshape(-1)
     behind = positions[:, :, None] - place
     seen = (behind >= 0) & (positions >= 0)[:, :, None] & listed[:, None]

@@ -44,6 +44,8 @@ def supported(
     """Return why the kernel cannot serve a case, or `None`."""
     if settings.maximum is not None:
         return "the option maximum is left to XLA"
+    if settings.codes:
+        return "keys and values of 8 bits are left to XLA"
     if dtype == "float16":
         return "TPUs compute in bfloat16 and float32; XLA converts float16"
     rows = q[1] * q[2]
@@ -72,7 +74,7 @@ def _tiles(target: Target, settings: Settings, k: tuple[int, ...], entries: int,
 
 def run(target: Target, inputs: Inputs, *, settings: Settings, **_: Any) -> tuple[jax.Array, jax.Array]:
     """Return the output and the log-sum-exp."""
-    q, k, v, positions, tables, first = inputs
+    q, k, v, positions, tables, first, _ = inputs
     (b, n, h, d), kv, dv, entries = q.shape, k.shape[2], settings.value_dim, tables.shape[1]
     tiles = _tiles(target, settings, k.shape, entries, q.dtype.name)
     workers = lookup("decode_attention", target.kind or "TPU", dtype=q.dtype.name, width=d)["workers"]

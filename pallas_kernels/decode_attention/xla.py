@@ -21,6 +21,9 @@ CHUNK_BYTES = 2**20
 """Bytes of the keys of all rows in a chunk on a CPU."""
 
 
+Factors = tuple[jax.Array, jax.Array] | None
+"""The factors of codes of keys and of values, (B, K, 1, keys)."""
+
 TOO_SMALL, TOO_LARGE = 1e-25, 1e25
 """Limits of the sum of weights under a `maximum`; beyond them float32 may overflow or lose small weights."""
 
@@ -36,7 +39,7 @@ def forward(target: Target, inputs: Inputs, settings: Settings) -> tuple[jax.Arr
 
 def _forward(target: Target, inputs: Inputs, settings: Settings) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Also return, with a `maximum`, whether it is near enough for all queries."""
-    q, k, v, positions, tables, first = inputs
+    q, k, v, positions, tables, first, scales = inputs
     (b, n, h, d), (_, page, kv, _), entries = q.shape, k.shape, tables.shape[1]
     # On other platforms a loop whose end depends on data waits for the host in every iteration: use one chunk.
     chunk = entries * page
@@ -47,11 +50,11 @@ def _forward(target: Target, inputs: Inputs, settings: Settings) -> tuple[jax.Ar
     grouped = q.reshape(b, n, kv, h // kv, d).transpose(0, 2, 1, 3, 4).reshape(b, kv, -1, d)
     at = jnp.repeat(positions, h // kv, axis=1)[:, None, :, None]  # positions of a key head's queries
     # weights under a `maximum` may be too large for float16
-    mixes = jnp.float32 if settings.maximum is not None and q.dtype == jnp.float16 else (k if v is None else v).dtype
+    mixes = jnp.float32 if settings.maximum is not None and q.dtype == jnp.float16 else q.dtype
     start = starts(first, settings.stride, page, entries)
 
-    def of_chunk(turn: Any) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Return keys, values, their positions, and whether each is valid."""
+    def of_chunk(turn: Any) -> tuple[jax.Array, jax.Array, Factors, jax.Array, jax.Array]:
+        """Return keys, values, their factors, their positions, and whether each is valid."""
         per_page = -(-page // piece)
         entry, offset = turn // per_page * chunk_pages, turn % per_page * piece
         chunk_entries = entry + jnp.arange(chunk_pages)
@@ -63,19 +66,26 @@ def _forward(target: Target, inputs: Inputs, settings: Settings) -> tuple[jax.Ar
         def take(x: jax.Array) -> jax.Array:
             if piece == page:
                 return x[rows].reshape(b, chunk_pages * page, *x.shape[2:])
-            cut = lambda row: lax.dynamic_slice(x, (row, origin, 0, 0), (1, piece, *x.shape[2:]))[0]  # noqa: E731
+            at = (origin, *[0] * (x.ndim - 2))
+            cut = lambda row: lax.dynamic_slice(x, (row, *at), (1, piece, *x.shape[2:]))[0]  # noqa: E731
             return jax.vmap(cut)(rows).reshape(b, piece, *x.shape[2:])
 
         inside = origin + jnp.arange(piece)
         place = (jnp.take(start, chunk_entries, mode="clip")[:, None] + inside).reshape(-1)
         valid = ((ids >= 0)[:, :, None] & (inside >= offset)).reshape(b, -1)
-        keys = take(k)
-        return keys, keys[..., : settings.value_dim] if v is None else take(v), place, valid
+        keys, factors = take(k), None
+        if scales is not None:
+            of_keys = take(scales[0]).transpose(0, 2, 1)[:, :, None]  # (b, kv, 1, t)
+            of_values = of_keys if scales[1] is None else take(scales[1]).transpose(0, 2, 1)[:, :, None]
+            keys, factors = keys.astype(q.dtype), (of_keys, of_values)  # both types of codes are exact in 16 bits
+        return keys, keys[..., : settings.value_dim] if v is None else take(v), factors, place, valid
 
     def step(turn: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         acc, top, total, *sees = carry
-        keys, values, place, valid = of_chunk(turn)
+        keys, values, factors, place, valid = of_chunk(turn)
         scores = jnp.einsum("bkgd,btkd->bkgt", grouped, keys, preferred_element_type=jnp.float32) * settings.score.scale
+        if factors is not None:
+            scores = scores * factors[0]
         if settings.score.softcap is not None:
             scores = settings.score.softcap * jnp.tanh(scores / settings.score.softcap)
         behind = at - place
@@ -93,7 +103,7 @@ def _forward(target: Target, inputs: Inputs, settings: Settings) -> tuple[jax.Ar
         used = seen.any((1, 2))[:, :, None, None]  # values that no query sees may be anything
         mixed = jnp.einsum(
             "bkgt,btkd->bkgd",
-            weights.astype(mixes),
+            (weights if factors is None else jnp.where(seen, weights * factors[1], 0)).astype(mixes),
             jnp.where(used, values, 0).astype(mixes),
             preferred_element_type=jnp.float32,
         )

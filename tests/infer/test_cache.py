@@ -165,13 +165,36 @@ def test_tokens_of_many_sequences_share_a_batch_row(cache, mesh):
     np.testing.assert_allclose(out, whole, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("config", "numbers", "most"),
+    [
+        (CONFIG, "int8", 0.01),
+        pytest.param(CONFIG, "fp8", 0.05, marks=pytest.mark.long),
+        pytest.param(LATENT, "int8", 0.03, marks=pytest.mark.long),
+        pytest.param(LATENT, "fp8", 0.1, marks=pytest.mark.long),
+    ],
+)
+def test_a_cache_of_8_bits_is_near_and_the_same_on_a_mesh(monkeypatch, config, numbers, most):
+    monkeypatch.setitem(CACHES, "paged", Paged(page=4, numbers=numbers))
+    whole, mixed = _whole(config, TOKENS), _in_chunks(config, "paged", "mixed")
+    assert 1e-3 < np.linalg.norm(mixed - whole) / np.linalg.norm(whole) < most
+    # a key in the middle between two codes may become the other one on a mesh
+    monkeypatch.setitem(CACHES, "contiguous", Contiguous(numbers))
+    one = _in_chunks(config, "contiguous", "none")
+    assert np.linalg.norm(one - mixed) < 0.05 * most * np.linalg.norm(whole)
+
+
 def test_bytes_are_those_of_the_arrays():
     graphdef, infos = describe_model(CONFIG)
     model = nnx.merge(graphdef, infos)
-    for cache in (Contiguous(), Paged(page=4), Paged(page=3, pages=7)):
+    eight = Contiguous("int8"), Paged(page=4, numbers="fp8")
+    for cache in (Contiguous(), Paged(page=4), Paged(page=3, pages=7), *eight):
         made = sum(x.nbytes for x in jax.tree.leaves(init_cache(model, cache, 2, 3, LENGTH)))
         assert cache_bytes(model, cache, 2, 3, LENGTH) == made
     assert cache_bytes(model, Contiguous(), 2, 3, LENGTH) == 2 * 3 * LENGTH * 3 * 2 * 32 * 4
+    assert cache_bytes(model, eight[0], 2, 3, LENGTH) == 2 * 3 * LENGTH * 3 * 2 * (32 + 4 * 4)
+    with raises_saying(ConfigError, "PagedCache.numbers = 'int4'", "did you mean 'int8'"):
+        Paged(numbers="int4")
     latent = nnx.merge(*describe_model(LATENT))
     assert cache_bytes(latent, Contiguous(), 2, 3, LENGTH) == 2 * 3 * LENGTH * 3 * (16 + 4) * 4
 

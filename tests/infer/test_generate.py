@@ -14,6 +14,7 @@ from flax import nnx
 import jaxscale as js
 from jaxscale.errors import ConfigError, DataError, RunError
 from jaxscale.infer import Sampling, sample_text
+from jaxscale.infer.cache import Paged
 from jaxscale.infer.loaded import load_model
 from jaxscale.models.positions import Learned
 from jaxscale.step import describe_model
@@ -199,6 +200,17 @@ def test_a_model_without_a_cache_computes_the_whole_sequence_for_every_token(fin
             last = token
     with nothing_is_compiled():
         run.generate(["a", "b"], max_tokens=6, ignore_end=True, repetition_penalty=1.5)
+
+
+def test_a_cache_of_8_bits_is_chosen_by_a_setting_and_refused_where_nothing_is_stored(finished_run, run, likeliest):
+    eight = Paged(numbers="int8")
+    text = run.generate("def ", temperature=0, max_tokens=8, ignore_end=True, cache=eight)
+    assert list(text.ids[:4]) == likeliest("def ", 4)[0]
+    np.testing.assert_allclose(text.logprobs[:4], likeliest("def ", 4)[1], atol=0.1)
+    with raises_saying(ConfigError, "a draft needs keys and values in the type of the computation", "int8"):
+        run.generate("a", cache=eight, draft=run)
+    with raises_saying(ConfigError, "keys and values are not stored at all, so not as int8"):
+        _of(finished_run, model=Bigram(vocab=256)).generate("a", cache=eight)
 
 
 def test_experts_drop_no_token_while_generating(finished_run, caplog):

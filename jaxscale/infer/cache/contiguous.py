@@ -8,7 +8,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
-from jaxscale.infer.cache.shards import append_to, arrays, attend_packed, attend_to, bytes_of, flat_pages
+from jaxscale.infer.cache.shards import (
+    append_to,
+    arrays,
+    attend_packed,
+    attend_to,
+    bytes_of,
+    check_numbers,
+    flat_pages,
+    stored,
+)
 from jaxscale.nn import KeyValues, Packed
 from jaxscale.parallel.context import Part
 
@@ -23,10 +32,21 @@ class Contiguous:
 
     The mesh axis `context` shards the length: each device attends to its positions of every sequence, and outputs are
     merged by their log-sum-exps (row-wise softmax statistics, Dao et al. 2022; Infinite-LLM, Lin et al. 2024).
+
+    Args:
+      numbers: see `Paged`.
+
+    Raises:
+      ConfigError: another type of numbers.
     """
+
+    numbers: str | None = None
 
     axes = _AXES
     page = None
+
+    def __post_init__(self) -> None:
+        check_numbers("ContiguousCache.numbers", self.numbers)
 
     def count(self, slots: int, length: int) -> int:
         """See `jaxscale.nn.Cache`."""
@@ -34,11 +54,11 @@ class Contiguous:
 
     def init(self, key_values: KeyValues, layers: int, batch: int, slots: int, length: int) -> State:
         """See `jaxscale.nn.Cache`."""
-        return arrays(key_values, layers, batch, slots, length)
+        return arrays(key_values, self.numbers, layers, batch, slots, length)
 
     def bytes(self, key_values: KeyValues, layers: int, batch: int, slots: int, length: int) -> int:
         """See `jaxscale.nn.Cache`."""
-        return bytes_of(key_values, layers * batch * slots * length)
+        return bytes_of(key_values, self.numbers, layers * batch * slots * length)
 
     def append(
         self,
@@ -56,7 +76,8 @@ class Contiguous:
             at = jnp.where(at < 0, length, at)  # out of range for padding and other devices' positions: dropped
             return {n: shard[n].at[layer, batch_rows, step.slots, at].set(new[n], mode="drop") for n in shard}
 
-        return append_to(local, state, _AXES, {"k": k, "v": v}, step, layer, "cache_seq", "the cache")
+        new = stored({n: x for n, x in (("k", k), ("v", v)) if n in state}, self.numbers)
+        return append_to(local, state, _AXES, new, step, layer, "cache_seq", "the cache")
 
     def attend(
         self,

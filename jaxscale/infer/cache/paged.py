@@ -10,7 +10,16 @@ from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
-from jaxscale.infer.cache.shards import append_to, arrays, attend_packed, attend_to, bytes_of, flat_pages
+from jaxscale.infer.cache.shards import (
+    append_to,
+    arrays,
+    attend_packed,
+    attend_to,
+    bytes_of,
+    check_numbers,
+    flat_pages,
+    stored,
+)
 from jaxscale.nn import KeyValues, Packed
 from jaxscale.parallel.context import Part
 
@@ -30,17 +39,21 @@ class Paged:
     Args:
       page: positions in a page.
       pages: pages of each batch row; `None` is enough for every slot to reach the full length.
+      numbers: "int8" or "fp8" (e4m3) stores keys and values in 8 bits, with a float32 scale for each token and head;
+        `None` stores them in the type of the computation.
 
     Raises:
-      ConfigError: a size below 1.
+      ConfigError: a size below 1, or another type of numbers.
     """
 
     page: int = 16
     pages: int | None = None
+    numbers: str | None = None
 
     axes = _AXES
 
     def __post_init__(self) -> None:
+        check_numbers("PagedCache.numbers", self.numbers)
         for name in ("page", "pages"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -60,11 +73,11 @@ class Paged:
 
     def init(self, key_values: KeyValues, layers: int, batch: int, slots: int, length: int) -> State:
         """See `jaxscale.nn.Cache`."""
-        return arrays(key_values, layers, batch, self.count(slots, length), self.page)
+        return arrays(key_values, self.numbers, layers, batch, self.count(slots, length), self.page)
 
     def bytes(self, key_values: KeyValues, layers: int, batch: int, slots: int, length: int) -> int:
         """See `jaxscale.nn.Cache`."""
-        return bytes_of(key_values, layers * batch * self.count(slots, length) * self.page)
+        return bytes_of(key_values, self.numbers, layers * batch * self.count(slots, length) * self.page)
 
     def append(
         self,
@@ -89,7 +102,8 @@ class Paged:
             batch_rows, at = jnp.arange(shard["k"].shape[1])[:, None], step.positions % self.page
             return {n: shard[n].at[layer, batch_rows, page, at].set(new[n], mode="drop") for n in shard}
 
-        return append_to(local, state, _AXES, {"k": k, "v": v}, step, layer, "pages", "the cache")
+        new = stored({n: x for n, x in (("k", k), ("v", v)) if n in state}, self.numbers)
+        return append_to(local, state, _AXES, new, step, layer, "pages", "the cache")
 
     def attend(
         self,

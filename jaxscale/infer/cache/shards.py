@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxscale.errors import ConfigError, near
 from jaxscale.nn import KeyValues, Packed
 from jaxscale.nn.flash import heads_over, heads_read_by
 from jaxscale.parallel.context import Part, merge_over
 from jaxscale.parallel.sharded import cut_over, sharded_op
 from pallas_kernels.decode_attention import decode_attention
+
+NUMBERS: dict[str, tuple[Any, float]] = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
+"""Types of 8 bits in which a cache stores keys and values: the dtype of codes, and the largest of them."""
 
 QUERIES = ("batch", None, "heads", "head_dim")
 
@@ -67,6 +72,7 @@ def attend_packed(
             softcap=softcap,
             scale=scale,
             value_dim=value_dim,
+            scales=_scales_of(state),
         )
         shape = columns.shape
         whole = Part(
@@ -76,6 +82,13 @@ def attend_packed(
             )
         )
     return whole
+
+
+def _scales_of(state: State) -> tuple[Array, Array | None] | None:
+    """The scales of keys and of values of a cache of 8 bits."""
+    if "k_scale" not in state:
+        return None
+    return state["k_scale"][..., 0], state["v_scale"][..., 0] if "v_scale" in state else None
 
 
 def _merge_batch(x: Array) -> Array:
@@ -205,23 +218,68 @@ def flat_pages(state: State) -> State:
     return {n: x.reshape(-1, *x.shape[3:]) for n, x in state.items()}
 
 
-def arrays(key_values: KeyValues, *leading: int) -> State:
-    """Return empty keys, and values where they are stored apart.
+def arrays(key_values: KeyValues, numbers: str | None, *leading: int) -> State:
+    """Return empty keys, and values where they are stored apart; of 8 bits with a scale for each token and head.
 
     Args:
       key_values: heads, widths and dtype.
+      numbers: "int8" or "fp8"; `None` is `key_values.dtype`.
       *leading: the sizes before (kv_heads, width).
     """
-    widths = {"k": key_values.key_dim} | ({} if key_values.shared else {"v": key_values.value_dim})
-    return {n: jnp.zeros((*leading, key_values.kv_heads, d), key_values.dtype) for n, d in widths.items()}
+    return {n: jnp.zeros((*leading, *shape), dtype) for n, (shape, dtype) in _parts(key_values, numbers).items()}
 
 
-def bytes_of(key_values: KeyValues, tokens: int) -> int:
+def bytes_of(key_values: KeyValues, numbers: str | None, tokens: int) -> int:
     """Return the bytes of `arrays` for a number of tokens.
 
     Args:
       key_values: heads, widths and dtype.
+      numbers: see `arrays`.
       tokens: the product of the leading sizes.
     """
-    widths = key_values.key_dim + (0 if key_values.shared else key_values.value_dim)
-    return tokens * key_values.kv_heads * widths * jnp.dtype(key_values.dtype).itemsize
+    parts = _parts(key_values, numbers).values()
+    return tokens * sum(heads * width * jnp.dtype(dtype).itemsize for (heads, width), dtype in parts)
+
+
+def _parts(key_values: KeyValues, numbers: str | None) -> dict[str, tuple[tuple[int, int], Any]]:
+    """The (heads, width) and dtype of each array of a cache, for one token."""
+    heads = key_values.kv_heads
+    widths = {"k": key_values.key_dim} | ({} if key_values.shared else {"v": key_values.value_dim})
+    codes = {n: ((heads, d), key_values.dtype if numbers is None else NUMBERS[numbers][0]) for n, d in widths.items()}
+    return codes if numbers is None else codes | {f"{n}_scale": ((heads, 1), jnp.float32) for n in widths}
+
+
+def check_numbers(name: str, numbers: str | None) -> None:
+    """Check the type of numbers of a cache.
+
+    Args:
+      name: the setting.
+      numbers: its value.
+
+    Raises:
+      ConfigError: there is no such type.
+    """
+    if numbers is not None and numbers not in NUMBERS:
+        hint = near(str(numbers), NUMBERS) or "; use 'int8', 'fp8', or None for the type of the computation"
+        raise ConfigError(f"{name} = {numbers!r}: keys and values are not stored so{hint}")
+
+
+def stored(new: State, numbers: str | None) -> State:
+    """Return keys and values of a step as a cache stores them.
+
+    Args:
+      new: arrays (batch, columns, kv_heads, width) by name.
+      numbers: see `arrays`.
+    """
+    if numbers is None:
+        return new
+    dtype, largest = NUMBERS[numbers]
+    out = {}
+    for name, x in new.items():
+        x = x.astype(jnp.float32)
+        scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / largest
+        scale = jnp.where(scale > 0, scale, 1)
+        whole = jnp.clip(x / scale, -largest, largest)
+        out[name] = (jnp.round(whole) if numbers == "int8" else whole).astype(dtype)
+        out[f"{name}_scale"] = scale
+    return out

@@ -87,6 +87,7 @@ def engine_of(
     draft_tokens: int = 4,
     stream_layers: str | None = None,
     weights: WeightFormat | None = None,
+    kv_cache: str | None = None,
     note: Callable[[int, int], None] = lambda done, of: None,
 ) -> Engine:
     """Return an engine for a run's model, with every step compiled.
@@ -103,6 +104,7 @@ def engine_of(
       draft_tokens: proposals of a round, see `jaxscale.infer.steppers.stepper_of`.
       stream_layers: "host" or "disk", see `jaxscale.infer.steppers.stepper_of`.
       weights: a weight format for the matrices that it supports; by default as they were trained.
+      kv_cache: "int8" or "fp8", see `jaxscale.infer.cache.Paged`.
       note: called before each program is compiled, see `Engine.compile`.
 
     Raises:
@@ -121,7 +123,7 @@ def engine_of(
     if stream_layers is None:
         loaded = load_model(run, layout, generation=True, length=length, weights=weights)
     more: dict[str, Any] = dict(draft=draft, draft_tokens=draft_tokens, stream_layers=stream_layers, layout=layout)
-    more["weights"] = weights
-    engine = Engine(stepper_of(run, loaded, length=length, rows=rows, budget=budget, cache=Paged(page, pages), **more))
+    more |= dict(weights=weights, cache=Paged(page, pages, kv_cache))
+    engine = Engine(stepper_of(run, loaded, length=length, rows=rows, budget=budget, **more))
     engine.compile(note)
     return engine

@@ -99,6 +99,35 @@ def test_no_more_is_looked_at_than_the_longest_row_has():
     assert "while" in text
 
 
+def coded(x, numbers):
+    """Codes and scales of keys or values; NaN, which no query sees, becomes 0."""
+    x = np.nan_to_num(np.asarray(x, np.float32))
+    largest = 127 if numbers == jnp.int8 else 448
+    scale = np.maximum(abs(x).max(-1, keepdims=True), 1e-6) / largest
+    return jnp.asarray(np.round(x / scale) if largest == 127 else x / scale).astype(numbers), scale[..., 0]
+
+
+@pytest.mark.parametrize("numbers", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize(
+    "case", [*parameters(CASES[:2]), *(pytest.param(c, marks=pytest.mark.long, id=name_of(c)) for c in CASES[2:])]
+)
+def test_codes_of_8_bits_are_the_numbers_that_they_stand_for(case, numbers, monkeypatch):
+    if CASES.index(case) % 2:
+        monkeypatch.setattr(xla, "CHUNK_BYTES", 1)
+    (q, k, v), options = make(case)
+    (k, of_k), (v, of_v) = coded(k, numbers), (None, None) if v is None else coded(v, numbers)
+    run = jax.jit(
+        lambda a, **kw: decode_attention(*a, **options, scales=(of_k, of_v), **kw), static_argnames="implementation"
+    )
+    wide = [None if x is None else x.astype(np.float32) * s[..., None] for x, s in ((k, of_k), (v, of_v))]
+    want = truth((q, *wide), options)
+    simple = jax.jit(lambda a: plain(a, options))((q, *(None if x is None else x.astype(q.dtype) for x in wide)))
+    for implementation in ("xla", "dense"):
+        got = run((q, k, v), implementation=implementation)
+        for a, b, c in zip(got, want, simple, strict=True):
+            assert error_of(finite(a), finite(b)) <= allowed(error_of(finite(c), finite(b)), a.dtype)
+
+
 ARRAYS = {"q": (2, 1, 4, 16), "k": (2, 32, 2, 16), "v": (2, 32, 2, 16)}
 
 
@@ -117,6 +146,9 @@ ARRAYS = {"q": (2, 1, 4, 16), "k": (2, 32, 2, 16), "v": (2, 32, 2, 16)}
         ({"value_dim": 8}, "value_dim is 8, and v is 16 wide"),
         ({"v": None}, "set value_dim"),
         ({"dtype": jnp.int32}, "takes float32, bfloat16 or float16, and q is int32"),
+        ({"scales": (np.ones((2, 32, 2)), None)}, "scales has to be"),
+        ({"scales": (np.ones((2, 32)), np.ones((2, 32, 2)))}, "the scales of k have to be"),
+        ({"scales": (np.ones((2, 32, 2)),) * 2}, "scales are for int8 or float8_e4m3fn, and k is float32"),
         ({"implementation": "xal"}, "did you mean 'xla'"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,

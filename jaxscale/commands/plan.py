@@ -13,12 +13,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxscale.commands.shared import TEXT, accept_argument, config_arguments, load
+from jaxscale.commands.shared import (
+    TEXT,
+    accept_argument,
+    cache_argument,
+    config_arguments,
+    load,
+    weights_argument,
+    weights_of,
+)
 from jaxscale.errors import ConfigError
 from jaxscale.working_copy import local
 
 if TYPE_CHECKING:
-    from jaxscale.plan import Measured, Restarts
+    from jaxscale.plan import Measured, Restarts, Serving
     from jaxscale.plan.search_front import Tell
     from jaxscale.step import TrainConfig
 
@@ -51,6 +59,7 @@ def add(commands: Any) -> None:
         "  jaxscale plan experiments/llama3_8b.gin --topology v5p:4x4x4 --compare mine.gin\n"
         "  jaxscale plan experiments/llama3_8b.gin --fit-on v5p:4x4x4\n"
         "  jaxscale plan runs/demo --measured\n"
+        "  jaxscale plan experiments/llama3_8b.gin --topology v5e:2x2 --mesh tensor=4 --serve --weights int4\n"
         '  jaxscale plan experiments/llama3_8b.gin --fit-on v5e,v5p --mesh "fsdp=-1" --tokens 1T --days 30 '
         "--price v5e=1.2,v5p=4.2",
         formatter_class=TEXT,
@@ -110,6 +119,15 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--budget", type=float, metavar="X", help="likewise: print the fastest topology that costs X at most"
     )
+    parser.add_argument(
+        "--serve",
+        action="store_true",
+        help="in place of a training step: bytes of parameters and KV cache, and the least time of generation",
+    )
+    weights_argument(parser)
+    cache_argument(parser)
+    parser.add_argument("--rows", type=int, metavar="N", help="with --serve: sequences decoded at once (default 8)")
+    parser.add_argument("--length", type=int, metavar="N", help="with --serve: tokens of each (default: seq_len)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run_command=run)
 
@@ -131,6 +149,9 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         show(_measured(path, args, bindings), args.json)
         return 0
     config = _load(path, args, bindings)
+    if args.serve:
+        show(_serving(config, args), args.json)
+        return 0
     tokens = None if args.tokens is None else count_of(args.tokens)
     if tokens is None and args.price is not None:
         raise ConfigError("--price gives the cost of training on a number of tokens; give --tokens, such as 1T")
@@ -181,8 +202,25 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     return 0
 
 
+def _serving(config: TrainConfig, args: argparse.Namespace) -> Serving:
+    from jaxscale.infer.cache import Paged
+    from jaxscale.plan import serving
+
+    sizes = {"rows": 8 if args.rows is None else args.rows, "length": args.length}
+    return serving(config, args.topology, Paged(numbers=args.kv_cache), weights=weights_of(args, []), **sizes)
+
+
 def _check(args: argparse.Namespace) -> None:
     """Raise `ConfigError` for options that exclude each other."""
+    for name in ("weights", "kv_cache", "rows", "length"):
+        if getattr(args, name) is not None and not args.serve:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} is for plans of serving; add --serve, or leave it out")
+    if args.serve:
+        others = "measured search tokens price watts write compiles compare fit-on days budget analytic"
+        for name in [*others.split(), *(name for name, _, _ in RESTARTS)]:
+            if getattr(args, name.replace("-", "_")) not in (None, False):
+                raise ConfigError(f"--serve plans generation; leave out --{name}")
     if args.measured:
         return
     if args.topology is None and args.fit_on is None:  # argparse's check would hide the message for a misspelt option

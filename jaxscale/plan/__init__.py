@@ -13,6 +13,7 @@ from jaxscale.plan.planner import Plan, plan_for
 from jaxscale.plan.policies import Choice, choose, compiled_bytes
 from jaxscale.plan.restarts import Restarts
 from jaxscale.plan.search import Search, search
+from jaxscale.plan.serving import Serving, serving
 from jaxscale.plan.space import Space
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Plan",
     "Restarts",
     "Search",
+    "Serving",
     "Space",
     "TopologyChoice",
     "as_gin",
@@ -45,5 +47,6 @@ __all__ = [
     "measured",
     "plan_for",
     "search",
+    "serving",
     "topology_devices",
 ]

@@ -74,7 +74,7 @@ def _tiles(target: Target, settings: Settings, k: tuple[int, ...], entries: int,
 
 def run(target: Target, inputs: Inputs, *, settings: Settings, **_: Any) -> tuple[jax.Array, jax.Array]:
     """Return the output and the log-sum-exp."""
-    q, k, v, positions, tables, first, _ = inputs
+    q, k, v, positions, tables, first = inputs[:6]
     (b, n, h, d), kv, dv, entries = q.shape, k.shape[2], settings.value_dim, tables.shape[1]
     tiles = _tiles(target, settings, k.shape, entries, q.dtype.name)
     workers = lookup("decode_attention", target.kind or "TPU", dtype=q.dtype.name, width=d)["workers"]

@@ -66,8 +66,8 @@ def _forward(target: Target, inputs: Inputs, settings: Settings) -> tuple[jax.Ar
         def take(x: jax.Array) -> jax.Array:
             if piece == page:
                 return x[rows].reshape(b, chunk_pages * page, *x.shape[2:])
-            at = (origin, *[0] * (x.ndim - 2))
-            cut = lambda row: lax.dynamic_slice(x, (row, *at), (1, piece, *x.shape[2:]))[0]  # noqa: E731
+            zeros = (0,) * (x.ndim - 2)
+            cut = lambda row: lax.dynamic_slice(x, (row, origin, *zeros), (1, piece, *x.shape[2:]))[0]  # noqa: E731
             return jax.vmap(cut)(rows).reshape(b, piece, *x.shape[2:])
 
         inside = origin + jnp.arange(piece)

@@ -14,6 +14,8 @@ from flax import nnx
 from jaxscale.convert.pretrained import read_pretrained
 from jaxscale.errors import CheckpointError
 from jaxscale.interop import local_folder, open_pretrained
+from jaxscale.interop.companions import CONFIG
+from jaxscale.interop.fields import read_json
 from jaxscale.interop.gguf import is_gguf
 from jaxscale.interop.stored import method_of
 from jaxscale.layout import Layout
@@ -82,7 +84,8 @@ def compare(
     ids = np.random.default_rng(0).integers(0, opened.config.vocab, (rows, min(length, opened.length)))
     which: dict[str, Any]
     where, which = (folder.parent, {"gguf_file": folder.name}) if is_gguf(folder) else (folder, {})
-    if method_of(opened.values) == "compressed-tensors":  # packed zero points are not loaded as they are
+    quantised = None if is_gguf(folder) else method_of(read_json(folder / CONFIG))
+    if quantised == "compressed-tensors":  # packed zero points are not loaded as they are
         which["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
     try:
         theirs = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **which).eval()

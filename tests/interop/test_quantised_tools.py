@@ -233,3 +233,4 @@ def test_a_run_quantised_here_has_its_logits_in_transformers(tmp_path, name):
     with torch.no_grad():
         want = theirs(torch.tensor(ids)).logits.numpy()
     np.testing.assert_allclose(run.model()(ids), want, rtol=1e-5, atol=1e-5)
+    assert same_logits.compare(folder).error < 1e-4

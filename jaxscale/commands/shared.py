@@ -203,9 +203,9 @@ def say_bytes(run: Run, weights: WeightFormat | None, name: str | None) -> None:
 
     _, infos = describe_model(run.config.model)
     size, whole = (human_bytes(sum(i.nbytes for i in jax.tree.leaves(t))) for t in (few.infos(infos), infos))
-    how = "as they are stored" if weights is None else f"with --weights {name}"
+    which = "as they are stored" if weights is None else f"with --weights {name}"
     types = ", ".join(sorted({str(i.dtype) for i in jax.tree.leaves(infos)}))
-    print(f"jaxscale: parameters take {size} {how}, and {whole} as plain arrays ({types})", file=sys.stderr)
+    print(f"jaxscale: parameters take {size} {which}, and {whole} as plain arrays ({types})", file=sys.stderr)
 
 
 def load(own: Path | None, args: argparse.Namespace, bindings: list[str], also: tuple[str, ...] = ()) -> TrainConfig:

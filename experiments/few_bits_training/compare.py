@@ -32,6 +32,7 @@ RECIPES = {
     "int8_all": Int8(kernel_gradient=True),
     "fp8": Fp8(),
     "mxfp8": MXFP8(),
+    "fp8_delayed": Fp8(scaling="delayed"),
     "int8_head": (ProductRule("head", Int8()), ProductRule("*", Int8())),
     "fp8_head": (ProductRule("head", Fp8()), ProductRule("*", Fp8())),
 }

@@ -104,6 +104,20 @@ class Numbers(abc.ABC):
         """
         return self
 
+    @property
+    def history(self) -> int:
+        """The number of earlier steps whose largest magnitudes scale operands; by default 0."""
+        return 0
+
+    def scaled_by(self, left: Float[Array, ""], right: Float[Array, ""]) -> Numbers:
+        """Return these numbers with the largest magnitudes of earlier steps; no longer hashable.
+
+        Args:
+          left: of the left operand, 0 if it is not known.
+          right: of the right operand.
+        """
+        return self
+
     def for_stored(self) -> Numbers:
         """Return these numbers for a product with a kernel that is stored in few bits, by default the same."""
         return self
@@ -205,6 +219,26 @@ class Arithmetic:
         if seed is None:
             return self
         return dataclasses.replace(self, **{name: getattr(self, name).seeded(seed) for name in PASSES})
+
+    @property
+    def history(self) -> int:
+        """The number of earlier steps whose largest magnitudes scale operands."""
+        return max(getattr(self, name).history for name in PASSES)
+
+    def scaled_by(self, x: Float[Array, ""], kernel: Float[Array, ""], dy: Float[Array, ""]) -> Arithmetic:
+        """Return the arithmetic with the largest magnitudes of earlier steps; see `Numbers.scaled_by`.
+
+        Args:
+          x: of the product's input.
+          kernel: of the kernel.
+          dy: of the output's cotangent.
+        """
+        return dataclasses.replace(
+            self,
+            forward=self.forward.scaled_by(x, kernel),
+            input_gradient=self.input_gradient.scaled_by(dy, kernel),
+            kernel_gradient=self.kernel_gradient.scaled_by(x, dy),
+        )
 
     def for_stored(self) -> Arithmetic:
         """Return the arithmetic of a product with a kernel that is stored in few bits, and not rounded again."""

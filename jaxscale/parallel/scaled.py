@@ -72,6 +72,8 @@ class Scaled(Numbers):
       powers: scales are powers of two, rounded up, stored in a byte (the type E8M0).
       stochastic: round the cotangent up or down at random, which operand it is: "left", "right" or "".
       seed: of the random numbers, see `seeded`; `None` is the same in every step.
+      history: the earlier steps whose largest magnitudes scale the operands (delayed scaling).
+      earlier: the largest magnitudes of both operands in them, see `scaled_by`; 0 or `None` is those of this step.
     """
 
     left_type: str
@@ -82,6 +84,12 @@ class Scaled(Numbers):
     powers: bool = False
     stochastic: str = ""
     seed: UInt32[Array, "..."] | None = None
+    history: int = 0
+    earlier: tuple[Float[Array, ""], Float[Array, ""]] | None = None
+
+    def scaled_by(self, left: Float[Array, ""], right: Float[Array, ""]) -> Scaled:
+        """See `Numbers`. A larger number of this step becomes the largest code."""
+        return dataclasses.replace(self, earlier=(left, right)) if self.history else self
 
     @property
     def random(self) -> bool:
@@ -96,11 +104,11 @@ class Scaled(Numbers):
 
     def left(self, a: Float[Array, "..."], dims: Sequence[int], batch: Sequence[int] = (), cut: Cut = ()) -> Coded:
         """See `Numbers`."""
-        return self._encode(a, self.left_type, dims, batch, cut, self.stochastic == "left")
+        return self._encode(a, 0, dims, batch, cut)
 
     def right(self, a: Float[Array, "..."], dims: Sequence[int], batch: Sequence[int] = (), cut: Cut = ()) -> Coded:
         """See `Numbers`."""
-        return self._encode(a, self.right_type, dims, batch, cut, self.stochastic == "right")
+        return self._encode(a, 1, dims, batch, cut)
 
     def dot(
         self, left: Coded, right: Coded, dims: Dims, out_dtype: DTypeLike, parts: Sequence[int] = ()
@@ -170,11 +178,13 @@ class Scaled(Numbers):
         )
         return y * x_scale * y_scale
 
-    def _encode(
-        self, a: Array, name: str, dims: Sequence[int], batch: Sequence[int], cut: Cut, stochastic: bool
-    ) -> Coded:
+    def _encode(self, a: Array, side: int, dims: Sequence[int], batch: Sequence[int], cut: Cut) -> Coded:
+        name, stochastic = (self.left_type, self.right_type)[side], self.stochastic == ("left", "right")[side]
         a, dims, largest_code = a.astype(jnp.float32), sorted(dims), LARGEST[name]
-        if self.block is None:
+        if self.earlier is not None:
+            known = self.earlier[side]
+            largest = lax.cond(known > 0, lambda: known, lambda: jnp.max(magnitudes(a))).reshape((1,) * a.ndim)
+        elif self.block is None:
             over = [d for d in range(a.ndim) if d not in batch] if self.shared else dims
             largest = jnp.max(magnitudes(a), axis=tuple(over), keepdims=True)
             if axes := tuple(dict.fromkeys(m for d in over for m in (cut[d] if cut else ()))):

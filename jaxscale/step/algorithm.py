@@ -59,6 +59,11 @@ class Algorithm:
         """
         return {"params": blueprint.infos, "opt_state": state_infos(blueprint.tx, blueprint.infos), "extra": {}}
 
+    @property
+    def keeps_histories(self) -> bool:
+        """Whether the state has the histories of products with delayed scaling (see `jaxscale.step.tracking`)."""
+        return False
+
     def init(self, blueprint: Blueprint, params: Tree) -> dict[str, Tree]:
         """Return the arrays of `infos` before the first step; called under `jit`.
 

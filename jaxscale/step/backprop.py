@@ -20,6 +20,7 @@ from jaxscale.step.histograms import of_gradients
 from jaxscale.step.objective import Batch, Objective, Totals, check_additive, terms_of
 from jaxscale.step.pipeline import is_pipelined, pipelined, split_rows
 from jaxscale.step.state import Blueprint, TrainState
+from jaxscale.step.tracking import EXTRA, Tracking, histories, renewed, summed
 from jaxscale.step.user_metrics import with_logged
 
 LossAndGrads = Callable[..., tuple[Metrics, Tree]]
@@ -37,6 +38,21 @@ class Backprop(Algorithm):
         """True: the planner's formulas are for this algorithm."""
         return True
 
+    @property
+    def keeps_histories(self) -> bool:
+        """True."""
+        return True
+
+    def infos(self, blueprint: Blueprint) -> dict[str, Tree]:
+        """See `Algorithm`; with the histories of delayed scaling, if a product has it."""
+        kept = histories(blueprint)
+        return super().infos(blueprint) | {"extra": {EXTRA: kept} if kept else {}}
+
+    def init(self, blueprint: Blueprint, params: Tree) -> dict[str, Tree]:
+        """See `Algorithm`."""
+        zeros = jax.tree.map(lambda i: jnp.zeros(i.shape, i.dtype), self.infos(blueprint)["extra"])
+        return super().init(blueprint, params) | {"extra": zeros}
+
     def step(
         self,
         blueprint: Blueprint,
@@ -47,8 +63,27 @@ class Backprop(Algorithm):
         guards: Sequence[Guard] = (),
     ) -> Step:
         """Return `make_step` of `make_loss_and_grads`."""
-        loss_and_grads = make_loss_and_grads(blueprint, objective=objective, accumulate=accumulate)
-        return make_step(loss_and_grads, blueprint.tx, schedule, guards)
+        kept = histories(blueprint)
+        if not kept:
+            loss_and_grads = make_loss_and_grads(blueprint, objective=objective, accumulate=accumulate)
+            return make_step(loss_and_grads, blueprint.tx, schedule, guards)
+        tracking = Tracking(tuple(kept))
+        tracked = dataclasses.replace(blueprint, infos=tracking.infos(blueprint))
+        of_tracked = make_loss_and_grads(tracked, objective=objective, accumulate=accumulate)
+
+        def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+            largest: dict[str, jax.Array] = {}
+
+            def loss_and_grads(params: Tree, *rest: Tree) -> tuple[Metrics, Tree]:
+                metrics, grads = of_tracked(tracking.over(params, state.extra[EXTRA]), *rest)
+                grads, now = tracking.split(grads)
+                largest.update(now)
+                return metrics, grads
+
+            new, metrics = make_step(loss_and_grads, blueprint.tx, schedule, guards)(state, batch)
+            return new.replace(extra={**new.extra, EXTRA: renewed(state.extra[EXTRA], largest)}), metrics
+
+        return step
 
 
 def make_step(
@@ -158,7 +193,7 @@ def make_loss_and_grads(
 
         def micro(carry: Tree, part: Batch) -> tuple[Tree, Totals]:
             grads, terms = grad(params, part, key, weights, frozen)
-            return lay_out(jax.tree.map(lambda a, b: a + b.astype(jnp.float32), carry, grads)), terms
+            return lay_out(summed(carry, grads)), terms
 
         zeros = lay_out(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
         grads, terms = jax.lax.scan(micro, zeros, split_rows(blueprint, batch, accumulate, objective.group))

@@ -39,6 +39,7 @@ from jaxscale.step.step import batch_shardings, jit_step, make_eval
 from jaxscale.step.stored import refuse_training
 from jaxscale.step.texts import text_ids
 from jaxscale.step.trace import gathers
+from jaxscale.step.tracking import check_histories
 from jaxscale.step.user_metrics import LOGGED, with_logged
 from pallas_kernels.dispatch import device
 
@@ -318,6 +319,7 @@ def check_quickly(blueprint: Blueprint, config: TrainConfig) -> None:
     if config.histograms is not None:
         config.histograms.check(blueprint)
     config.algorithm.check(config, blueprint)
+    check_histories(blueprint, kept=config.algorithm.keeps_histories, name=type(config.algorithm).__name__)
     if layout is not None:
         _check_replicas(config, blueprint, layout)
         _check_rows(config, layout)

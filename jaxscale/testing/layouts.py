@@ -187,7 +187,8 @@ def build(
     config = TrainConfig(model=model, layout=layout, optimizer=tx, clip_norm=clip_norm, guards=(), objective=objective)
     blueprint, _ = blueprint_of(config)
     params = jax.tree.map(jnp.asarray, random_params(blueprint.infos, seed=SEED))
-    state = TrainState(jnp.zeros([], jnp.int32), params, blueprint.tx.init(params), jax.random.key(SEED))
+    extra = blueprint.algorithm.init(blueprint, params)["extra"]
+    state = TrainState(jnp.zeros([], jnp.int32), params, blueprint.tx.init(params), jax.random.key(SEED), extra=extra)
     return Setup(blueprint, state if layout is None else jax.tree.map(lay, state, blueprint.shardings()))
 
 

@@ -46,7 +46,9 @@ class EightBits(Products):
 
     Args:
       scaling: "channel": a scale for each token and each output, of a gradient's product for each of its rows and
-        columns; "tensor": one scale for each operand.
+        columns; "tensor": one scale for each operand; "delayed": one, by the largest magnitude of earlier
+        steps, so that an operand is rounded in the pass that makes it (the recipe of Micikevicius et al. 2022).
+      history: with "delayed", the number of earlier steps.
       block: the consecutive terms of a sum that share a scale; `None` is all of them. Codes of blocks are multiplied by
         their scales before the product: fewer bytes are sent, and the product is not faster.
       forward: round the operands of the product.
@@ -68,23 +70,21 @@ class EightBits(Products):
     input_gradient: bool = True
     kernel_gradient: bool = False
     stochastic: bool = False
+    history: int = 16
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        if self.scaling not in ("channel", "tensor"):
-            why = (
-                "scales of earlier steps are not stored, and scales are those of the operand itself"
-                if self.scaling == "delayed"
-                else "does not exist"
-            )
-            raise ConfigError(f"{name}.scaling = {self.scaling!r}: {why}; use 'channel' or 'tensor'")
+        if self.scaling not in ("channel", "tensor", "delayed"):
+            raise ConfigError(f"{name}.scaling = {self.scaling!r} does not exist; use 'channel', 'tensor' or 'delayed'")
+        if not isinstance(self.history, int) or self.history < 1:
+            raise ConfigError(f"{name}.history = {self.history!r}: must be a whole number of at least 1")
         whole = isinstance(self.block, int) and not isinstance(self.block, bool) and self.block > 0
         if self.block is not None and not whole:
             raise ConfigError(f"{name}.block = {self.block!r}: must be a whole number above 0, or None")
-        if self.block is not None and self.scaling == "tensor":
+        if self.block is not None and self.scaling != "channel":
             raise ConfigError(
-                f"{name}.block = {self.block} has a scale for each block, and scaling = 'tensor' has one for all; "
-                "remove one of them"
+                f"{name}.block = {self.block} has a scale for each block, and scaling = '{self.scaling}' has one for "
+                "all; remove one of them"
             )
         if not (self.forward or self.input_gradient or self.kernel_gradient):
             raise ConfigError(
@@ -105,8 +105,8 @@ class EightBits(Products):
             if not used:
                 return Cast(plain.dtype)
             at_random = cotangent if self.stochastic else ""
-            shared = self.scaling == "tensor"
-            return Scaled(left, right, plain.dtype, shared, self.block, self.powers, at_random)
+            shared, history = self.scaling != "channel", self.history if self.scaling == "delayed" else 0
+            return Scaled(left, right, plain.dtype, shared, self.block, self.powers, at_random, history=history)
 
         return dataclasses.replace(
             plain,

@@ -100,7 +100,9 @@ def test_a_step_keeps_the_same_histories_on_every_layout_and_in_micro_batches():
     for other in (on_layout, parts):
         for path, ours in other.extra[EXTRA].items():
             theirs = np.asarray(want.extra[EXTRA][path])
-            np.testing.assert_allclose(ours[..., :2, 1], theirs[..., :2, 1], rtol=0.05)  # of the first step, a code apart
+            np.testing.assert_allclose(
+                ours[..., :2, 1], theirs[..., :2, 1], rtol=0.05
+            )  # of the first step, a code apart
 
 
 @pytest.mark.long

@@ -22,6 +22,7 @@ import numpy as np
 
 import jaxscale as js
 from jaxscale.nn import MXFP8, Fp8, Int8, ProductRule
+from jaxscale.optim import AdamW, AdamW8bit, EightBit
 
 HERE = pathlib.Path(__file__).parent / "results"
 STEPS, LAST = 150, 30
@@ -33,18 +34,28 @@ RECIPES = {
     "fp8": Fp8(),
     "mxfp8": MXFP8(),
     "fp8_delayed": Fp8(scaling="delayed"),
+    "states_fp8": None,
+    "states_fp8_expanded": None,
+    "states_dynamic": None,
     "int8_head": (ProductRule("head", Int8()), ProductRule("*", Int8())),
     "fp8_head": (ProductRule("head", Fp8()), ProductRule("*", Fp8())),
 }
 
 
-def measure(products: object, seed: int) -> dict[str, object]:
-    """Train with these products, and return the training losses and the held-out loss."""
+STATES = {"states_fp8": "fp8", "states_fp8_expanded": "fp8_expanded", "states_dynamic": "dynamic"}
+"""Formats of AdamW's two moments, of all parameters."""
+
+
+def measure(name: str) -> dict[str, object]:
+    """Train by a recipe, and return the training losses and the held-out loss."""
+    products, seed = RECIPES[name], int(name.endswith("seed_1"))
+    storage = EightBit(format=STATES.get(name, "dynamic"), keep=(), min_size=0)
+    optimizer = AdamW8bit(storage=storage) if name in STATES else AdamW()
     model = js.models.Transformer.Config(depth=4, width=128, heads=4, dtype="bfloat16", products=products)
     began = time.time()
     with tempfile.TemporaryDirectory() as folder:
         run = js.fit(
-            model=model, data=js.data.python_stdlib(), steps=STEPS, batch_size=8, seq_len=64, lr=4e-3, seed=seed,
+            model=model, optimizer=optimizer, data=js.data.python_stdlib(), steps=STEPS, batch_size=8, seq_len=64, lr=4e-3, seed=seed,
             eval_every=STEPS, checkpoint_every=STEPS, prompt=None, run=f"{folder}/run", quiet=True,
         )  # fmt: skip
         rows = [r for r in run.metrics() if "loss" in r]
@@ -59,9 +70,7 @@ def main() -> None:
         if not path.exists():
             commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
             versions = {"commit": commit.strip(), "date": datetime.date.today().isoformat(), "jax": jax.__version__}
-            path.write_text(
-                json.dumps(measure(RECIPES[name], int(name.endswith("seed_1"))) | versions, indent=1) + "\n"
-            )
+            path.write_text(json.dumps(measure(name) | versions, indent=1) + "\n")
     results = {n: json.loads((HERE / f"{n}.json").read_text()) for n in RECIPES if (HERE / f"{n}.json").exists()}
     if "bfloat16" not in results:
         return

@@ -44,8 +44,9 @@ class EightBit:
     Args:
       block_size: the most numbers that share a scale, a power of two of at least 32. The TPU kernel needs 128, the
         GPU kernel multiples of 128; XLA updates blocks of any size.
-      format: "dynamic" (the paper's), "linear" or "fp8". The last two are coarse for small second moments, so use
-        them only for optimizers without a second moment.
+      format: "dynamic" (the paper's), "fp8_expanded" (8-bit floats with dynamic range expansion, Xi et al. 2024, COAT),
+        "linear" or "fp8". The last two are coarse for small second moments, so use them only for optimizers without a
+        second moment. XLA updates the two of 8-bit floats.
       min_size: a parameter with fewer elements per layer keeps 32-bit states.
       keep: a parameter whose path has one of these components keeps 32-bit states. The paper keeps those of embeddings,
         whose gradients are sparse and uneven; `()` keeps none.

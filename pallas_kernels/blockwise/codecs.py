@@ -64,6 +64,33 @@ class Codec(Protocol):
         """
         ...
 
+    def scales(self, blocks: jax.Array, largest: jax.Array) -> jax.Array:
+        """Return the scale to store for each block.
+
+        Args:
+          blocks: float32 in blocks, see `reference.blocks_of`.
+          largest: each block's largest magnitude, of a shape that broadcasts against `blocks`.
+        """
+        ...
+
+    def bend(self, x: jax.Array, scales: jax.Array) -> jax.Array:
+        """Return what `encode` takes of numbers divided by their scale.
+
+        Args:
+          x: float32 in [-1, 1] or [0, 1].
+          scales: the blocks' scales, which broadcast against x.
+        """
+        ...
+
+    def unbend(self, x: jax.Array, scales: jax.Array) -> jax.Array:
+        """Undo `bend`.
+
+        Args:
+          x: what `decode` returned.
+          scales: as for `bend`.
+        """
+        ...
+
     def order(self, codes: jax.Array) -> jax.Array:
         """Return int32 indices into `values()`.
 
@@ -85,8 +112,24 @@ class Codec(Protocol):
         ...
 
 
+class Straight:
+    """Of a codec whose blocks have a scale and nothing else."""
+
+    def scales(self, blocks: jax.Array, largest: jax.Array) -> jax.Array:
+        """Return `largest`."""
+        return largest
+
+    def bend(self, x: jax.Array, scales: jax.Array) -> jax.Array:
+        """Return x."""
+        return x
+
+    def unbend(self, x: jax.Array, scales: jax.Array) -> jax.Array:
+        """Return x."""
+        return x
+
+
 @dataclasses.dataclass(frozen=True)
-class Dynamic:
+class Dynamic(Straight):
     """The dynamic map (Dettmers, Lewis, Shleifer & Zettlemoyer 2022, "8-bit Optimizers via Block-wise Quantization").
 
     Seven decades from 1e-6 to 1. Decade i holds the 2**i (unsigned: 2 * 2**i) midpoints of an even division of
@@ -175,7 +218,7 @@ class Dynamic:
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear:
+class Linear(Straight):
     """Evenly spaced: int8 codes -127 to 127 of 127ths, or uint8 codes of 255ths. Too coarse near zero for Adam's v.
 
     Args:
@@ -223,7 +266,7 @@ class Linear:
 
 
 @dataclasses.dataclass(frozen=True)
-class Float8:
+class Float8(Straight):
     """float8_e4m3fn (Micikevicius et al. 2022), a block's largest magnitude at 448; unsigned, the sign is unused.
 
     Args:
@@ -272,8 +315,51 @@ class Float8:
         return np.concatenate([-positive[:0:-1], positive]) if self.signed else positive
 
 
+_POWER_BITS = 0x7F
+"""The bits of a stored scale, its lowest seven, that are the number of the block's power."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpandedFloat8(Float8):
+    """`Float8` with dynamic range expansion (Xi et al. 2024, "COAT"): a number of a block is raised to a power first.
+
+    The power k takes a block's range, its largest over its smallest magnitude, to that of float8_e4m3fn, whose relative
+    error then counts 1/k. It is one of 128 from 1/16 to 15.3, rounded down, and its number takes the lowest seven bits
+    of the scale, which changes the scale by less than 2**-16: a block takes no more bytes.
+
+    Args:
+      signed: see `Float8`.
+    """
+
+    name: ClassVar[str] = "fp8_expanded"
+
+    def scales(self, blocks: jax.Array, largest: jax.Array) -> jax.Array:
+        """Return the largest magnitude with the power's number in its lowest bits."""
+        inside = tuple(d for d in range(blocks.ndim) if largest.shape[d] == 1 and blocks.shape[d] > 1)
+        a = jnp.abs(blocks)
+        smallest = jnp.min(jnp.where(a > 0, a, jnp.inf), axis=inside, keepdims=True).reshape(largest.shape)
+        span = jnp.log2(largest) - jnp.log2(smallest)  # 0 if all are equal
+        power = np.float32(np.log2(448.0) + 9) / jnp.maximum(span, np.float32(1e-3))
+        number = jnp.clip(jnp.floor(16 * jnp.log2(power)) + 64, 0, _POWER_BITS).astype(jnp.int32)
+        packed = _float((_bits(largest) & ~_POWER_BITS) | number)
+        return jnp.where((largest > 0) & (largest < jnp.inf), packed, largest)
+
+    def bend(self, x: jax.Array, scales: jax.Array) -> jax.Array:
+        """Return |x| to the block's power, with the sign of x."""
+        return jnp.sign(x) * jnp.minimum(jnp.abs(x), 1.0) ** _power(scales) + 0 * x  # NaN stays
+
+    def unbend(self, x: jax.Array, scales: jax.Array) -> jax.Array:
+        """Undo `bend`."""
+        return jnp.sign(x) * jnp.abs(x) ** (1 / _power(scales))
+
+
+def _power(scales: jax.Array) -> jax.Array:
+    """Return the power whose number is in the lowest bits of a scale."""
+    return jnp.exp2(((_bits(scales) & _POWER_BITS) - 64).astype(jnp.float32) / 16)
+
+
 FORMATS: Mapping[str, tuple[Codec, Codec]] = {
-    kind.name: (kind(False), kind(True)) for kind in (Dynamic, Linear, Float8)
+    kind.name: (kind(False), kind(True)) for kind in (Dynamic, Linear, Float8, ExpandedFloat8)
 }
 """A format's name -> its codec for unsigned and for signed numbers."""
 
@@ -282,7 +368,7 @@ def codec(format: str, signed: bool) -> Codec:
     """Return the codec of a format.
 
     Args:
-      format: "dynamic", "linear" or "fp8".
+      format: "dynamic", "linear", "fp8" or "fp8_expanded".
       signed: for numbers of both signs.
 
     Raises:

@@ -83,7 +83,7 @@ def quantize_blockwise(
       block_size: elements of a block when there is no `tile`, a power of two: x is flattened, and its last block may be
         shorter.
       signed: False for numbers that are never negative.
-      format: "dynamic", "linear" or "fp8".
+      format: "dynamic", "linear", "fp8" or "fp8_expanded".
       tile: a block's extent in every dimension of x, dividing it; `tile_for` chooses one.
       key: of `jax.random`; round at random to one of the two neighbours so that the mean is x. Without it, round to the
         nearest.
@@ -121,8 +121,8 @@ def _quantize(
     """Quantise in one program; within another program it is inlined."""
     code = codec(format, signed)
     blocks = blocks_of(x.astype(jnp.float32), tile, flat)
-    scales = absmax_of(blocks, tile, flat)
-    units = scaled(blocks, _expand(scales, tile, flat))
+    scales = code.scales(blocks, absmax_of(blocks, tile, flat))
+    units = code.bend(scaled(blocks, _expand(scales, tile, flat)), _expand(scales, tile, flat))
     encode = code.encode_moment if moment else code.encode
     codes = encode(units) if key is None else encode_stochastic(code, units, key)
     return Quantized(unblock(codes, x.shape), _squeeze(scales, tile, flat), tile, format, signed, flat)
@@ -145,7 +145,8 @@ def dequantize_blockwise(q: Quantized, dtype: jax.typing.DTypeLike = jnp.float32
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def _dequantize(q: Quantized, dtype: jnp.dtype) -> jax.Array:
     blocks = blocks_of(q.codes, q.tile, q.flat)
-    values = codec(q.format, q.signed).decode(blocks) * _expand(q.scales, q.tile, q.flat)
+    code, scales = codec(q.format, q.signed), _expand(q.scales, q.tile, q.flat)
+    values = code.unbend(code.decode(blocks), scales) * scales
     return unblock(values, q.codes.shape).astype(dtype)
 
 

@@ -79,12 +79,12 @@ def update(
     view = lambda x: blocks_of(x, tile, flat)  # noqa: E731
     codecs = [codec(format, signed) for signed in rule.states]
     seen = [s.reshape(-1, 1) if flat is not None else s.reshape([n for d in s.shape for n in (d, 1)]) for s in scales]
-    states = tuple(c.decode(view(q)) * s for c, q, s in zip(codecs, codes, seen, strict=True))
+    states = tuple(c.unbend(c.decode(view(q)), s) * s for c, q, s in zip(codecs, codes, seen, strict=True))
     p = view(param).astype(jnp.float32)
     change, new = rule.step(p, view(grad).astype(jnp.float32), states, derived)
     out = (p + change).astype(param.dtype) if apply else change
-    maxima = [absmax_of(x, tile, flat) for x in new]
-    new_codes = [c.encode_moment(scaled(x, a)) for c, x, a in zip(codecs, new, maxima, strict=True)]
+    maxima = [c.scales(x, absmax_of(x, tile, flat)) for c, x in zip(codecs, new, strict=True)]
+    new_codes = [c.encode_moment(c.bend(scaled(x, a), a)) for c, x, a in zip(codecs, new, maxima, strict=True)]
     return (
         unblock(out, param.shape),
         tuple(unblock(x, param.shape) for x in new_codes),

@@ -302,7 +302,7 @@ def test_the_size_that_counts_is_that_of_a_layer():
     assert "4032 elements per layer" in EightBit().why_32bit(info)
 
 
-@pytest.mark.parametrize("format", ["dynamic", "linear", "fp8"])
+@pytest.mark.parametrize("format", ["dynamic", "linear", "fp8", "fp8_expanded"])
 def test_every_format_trains(format):
     _, state = _steps(optim.adamw_8bit(0.1, infos=INFOS, storage=EightBit(format=format)), PARAMS)
     exact = _steps(optim.adamw_8bit(0.1, infos=INFOS, storage=ALL_32), PARAMS)[1]

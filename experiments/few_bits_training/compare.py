@@ -55,8 +55,8 @@ def measure(name: str) -> dict[str, object]:
     began = time.time()
     with tempfile.TemporaryDirectory() as folder:
         run = js.fit(
-            model=model, optimizer=optimizer, data=js.data.python_stdlib(), steps=STEPS, batch_size=8, seq_len=64, lr=4e-3, seed=seed,
-            eval_every=STEPS, checkpoint_every=STEPS, prompt=None, run=f"{folder}/run", quiet=True,
+            model=model, optimizer=optimizer, data=js.data.python_stdlib(), steps=STEPS, batch_size=8, seq_len=64,
+            lr=4e-3, seed=seed, eval_every=STEPS, checkpoint_every=STEPS, prompt=None, run=f"{folder}/run", quiet=True,
         )  # fmt: skip
         rows = [r for r in run.metrics() if "loss" in r]
         held_out = [r["eval_loss"] for r in run.metrics() if "eval_loss" in r][-1]

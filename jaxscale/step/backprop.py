@@ -45,8 +45,8 @@ class Backprop(Algorithm):
 
     def infos(self, blueprint: Blueprint) -> dict[str, Tree]:
         """See `Algorithm`; with the histories of delayed scaling, if a product has it."""
-        kept = histories(blueprint)
-        return super().infos(blueprint) | {"extra": {EXTRA: kept} if kept else {}}
+        tracked_infos = histories(blueprint)
+        return super().infos(blueprint) | {"extra": {EXTRA: tracked_infos} if tracked_infos else {}}
 
     def init(self, blueprint: Blueprint, params: Tree) -> dict[str, Tree]:
         """See `Algorithm`."""
@@ -63,11 +63,11 @@ class Backprop(Algorithm):
         guards: Sequence[Guard] = (),
     ) -> Step:
         """Return `make_step` of `make_loss_and_grads`."""
-        kept = histories(blueprint)
-        if not kept:
+        tracked_infos = histories(blueprint)
+        if not tracked_infos:
             loss_and_grads = make_loss_and_grads(blueprint, objective=objective, accumulate=accumulate)
             return make_step(loss_and_grads, blueprint.tx, schedule, guards)
-        tracking = Tracking(tuple(kept))
+        tracking = Tracking(tuple(tracked_infos))
         tracked = dataclasses.replace(blueprint, infos=tracking.infos(blueprint))
         of_tracked = make_loss_and_grads(tracked, objective=objective, accumulate=accumulate)
 

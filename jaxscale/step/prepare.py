@@ -319,7 +319,7 @@ def check_quickly(blueprint: Blueprint, config: TrainConfig) -> None:
     if config.histograms is not None:
         config.histograms.check(blueprint)
     config.algorithm.check(config, blueprint)
-    check_histories(blueprint, kept=config.algorithm.keeps_histories, name=type(config.algorithm).__name__)
+    check_histories(blueprint, keeps=config.algorithm.keeps_histories, name=type(config.algorithm).__name__)
     if layout is not None:
         _check_replicas(config, blueprint, layout)
         _check_rows(config, layout)

@@ -41,12 +41,12 @@ def histories(blueprint: Blueprint) -> dict[str, TensorInfo]:
     return out
 
 
-def check_histories(blueprint: Blueprint, *, kept: bool, name: str) -> None:
+def check_histories(blueprint: Blueprint, *, keeps: bool, name: str) -> None:
     """Check that a run can keep the histories of delayed scaling.
 
     Args:
       blueprint: the run's blueprint.
-      kept: whether its algorithm keeps them.
+      keeps: whether its algorithm keeps them.
       name: the algorithm.
 
     Raises:
@@ -55,7 +55,7 @@ def check_histories(blueprint: Blueprint, *, kept: bool, name: str) -> None:
     if not histories(blueprint):
         return
     instead = "use scaling = 'tensor', which scales by the operand itself"
-    if not kept:
+    if not keeps:
         raise ConfigError(f"scaling = 'delayed' keeps magnitudes of earlier steps, which {name} does not; {instead}")
     if blueprint.adaptation is not None:
         raise ConfigError(f"scaling = 'delayed' is for kernels that are trained, not for adapters; {instead}")

@@ -125,7 +125,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path):
     [
         (lambda: Int8(scaling="delayed", block=8), ("'delayed'", "remove one")),
         (lambda: Fp8(scaling="delayed", history=0), ("Fp8.history = 0", "at least 1")),
-        (lambda: check(None, kept=False), ("LocalSteps", "'tensor'")),
+        (lambda: check(None, keeps=False), ("LocalSteps", "'tensor'")),
         (lambda: check(Layout("pipeline=2")), ("pipeline stages", "'tensor'")),
     ],
 )
@@ -134,5 +134,5 @@ def test_delayed_scaling_that_cannot_be_is_refused(make, words):
         make()
 
 
-def check(layout, kept=True):
-    check_histories(build(model(), layout, optax.sgd(0.1)).blueprint, kept=kept, name="LocalSteps")
+def check(layout, keeps=True):
+    check_histories(build(model(), layout, optax.sgd(0.1)).blueprint, keeps=keeps, name="LocalSteps")

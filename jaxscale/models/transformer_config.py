@@ -216,6 +216,8 @@ class TransformerConfig:
             return "Bidirectional"
         if self.products is not None:
             return "Transformer.products"
+        if MemoryPolicy.of(self.memory).fp8:
+            return "MemoryPolicy.fp8"
         uncovered = [m for m in (self.attention_layer, *self.other_mixers) if not m.in_formulas]
         if uncovered or self.other_mixers:  # the formulas assume one kind of mixer
             return " and ".join(dict.fromkeys(type(m).__name__ for m in uncovered or self.other_mixers))

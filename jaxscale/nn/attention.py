@@ -20,6 +20,7 @@ from jaxscale.layout import constrain
 from jaxscale.nn.cache import KeyValues, LayerCache
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
+from jaxscale.nn.narrow import saved_as
 from jaxscale.nn.norms import QKNorm
 from jaxscale.nn.rotary import Rotary, rotate
 from pallas_kernels.flash_attention.masks import first_seen
@@ -278,7 +279,7 @@ class Attention(nnx.Module):
             if self.rotary is not None:
                 cos, sin = context.rotary[self.rotary]
                 q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            q, k, v = (checkpoint_name(x, "qkv") for x in (q, k, v))
+            q, k, v = (saved_as(x, "qkv") for x in (q, k, v))
         with jax.named_scope("mix"):
             options: dict[str, Any] = dict(window=self.window, softcap=self.softcap, scale=self.scale)
             if isinstance(context.cache, LayerCache):

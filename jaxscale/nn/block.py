@@ -14,6 +14,7 @@ from jaxscale.layout import constrain
 from jaxscale.nn.cache import DecodeState
 from jaxscale.nn.context import Context, dropout
 from jaxscale.nn.memory import POLICIES, MemoryPolicy
+from jaxscale.nn.narrow import saved_as
 from jaxscale.nn.stats import Stats
 from jaxscale.parallel.seeds import random_products
 
@@ -133,7 +134,7 @@ class Block(nnx.Module):
         if norm is None:
             return x
         with jax.named_scope("norm"):
-            return checkpoint_name(self.memory.tiled("norm", norm)(x), "norm")
+            return saved_as(self.memory.tiled("norm", norm)(x), "norm")
 
     def _post(self, norm: nnx.Module | None, y: Array) -> Array:
         return self._norm(norm, y if norm is None else _cut(y))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxscale.layout import constrain
@@ -16,6 +15,7 @@ from jaxscale.nn.attention import AttentionKernel
 from jaxscale.nn.cache import KeyValues, LayerCache
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear
+from jaxscale.nn.narrow import saved_as
 from jaxscale.nn.norms import RMSNorm
 from jaxscale.nn.rotary import Rotary, rotate
 from jaxscale.parallel import as_weight
@@ -107,7 +107,7 @@ class LatentAttention(nnx.Module):
                 k, v = constrain(self.k(latent), *_HEADS), constrain(self.v(latent), *_HEADS)
                 k = jnp.concatenate([k, jnp.broadcast_to(k_rotated, (*k.shape[:-1], k_rotated.shape[-1]))], axis=-1)
                 q, k = (constrain(y, *_HEADS) for y in (jnp.concatenate([q, q_rotated], axis=-1), k))
-                q, k, v = (checkpoint_name(y, "qkv") for y in (q, k, v))
+                q, k, v = (saved_as(y, "qkv") for y in (q, k, v))
             with jax.named_scope("mix"):
                 tokens: dict[str, Any] = dict(segment_ids=context.segment_ids, positions=context.positions)
                 mixed = self.kernel(q, k, v, causal=True, **tokens, **options)

@@ -19,6 +19,7 @@ from jaxscale.config import register
 from jaxscale.errors import ConfigError, near
 from jaxscale.layout import DEVICE, HOST, constrain, current, host_memory_or_say
 from jaxscale.layout.tensors import Tree
+from jaxscale.nn.narrow import narrow_name, narrowing
 from jaxscale.parallel.weight import ROUNDED
 
 TENSORS: dict[str, tuple[str, ...]] = {
@@ -39,6 +40,9 @@ feed-forward layer's first matrices (`mlp_up`), and the input of its last matrix
 TILED = ("norm", "mlp_hidden")
 """The tensors that can be computed one tile of the sequence at a time, because positions are independent."""
 
+
+NARROW = ("norm", "qkv", "mlp_up", "mlp_hidden")
+"""The tensors that can be kept as 8-bit floats: inputs of products, and not the residual stream."""
 
 _NARROW, _WIDER = 128, 16
 """A product with a summed dimension of at most `_NARROW` and an output at least `_WIDER` times as wide, such as an
@@ -73,7 +77,7 @@ slots, which are batched: name 'mlp_up' for those)."""
 @register
 @dataclasses.dataclass(frozen=True)
 class MemoryPolicy:
-    """Which activations are saved, offloaded or recomputed. Values and gradients are the same with every policy.
+    """Which activations are saved, offloaded or recomputed. Values and gradients are the same with all but `fp8`.
 
     Each tensor of `jaxscale.nn.TENSORS` is in at most one of the three lists; `rest` applies to all others. With
     recomputation, the input of each group of layers (`residual`) is saved in any case.
@@ -84,6 +88,9 @@ class MemoryPolicy:
         without host memory they are saved on the device, with a warning.
       tile: tensors computed, and recomputed in the backward pass, one tile of the sequence at a time (ALST, Bekman et
         al. 2025): `mlp_hidden`, `norm`.
+      fp8: tensors rounded to 8-bit floats and kept as such, in about half of bfloat16's bytes: `norm`, `qkv`, `mlp_up`,
+        `mlp_hidden` (COAT, Xi et al. 2024), but not those of experts. Layers compute with the rounded numbers, so that
+        values and gradients differ a little from those of other policies.
       rest: "recompute", "keep" or "dots" (save the products with weights).
       tile_size: positions of a tile, rounded down to a multiple of the devices that a sequence is sharded over.
 
@@ -94,12 +101,13 @@ class MemoryPolicy:
     keep: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     tile: tuple[str, ...] = ()
+    fp8: tuple[str, ...] = ()
     rest: str = "recompute"
     tile_size: int = 1024
 
     def __post_init__(self) -> None:
         seen: dict[str, str] = {}
-        for fate in ("keep", "offload", "tile"):
+        for fate in ("keep", "offload", "tile", "fp8"):
             tensors = getattr(self, fate)
             if isinstance(tensors, str) or not isinstance(tensors, tuple | list):
                 raise ConfigError(f"MemoryPolicy.{fate} = {tensors!r}: give a tuple of tensors, such as ('attn_out',)")
@@ -118,7 +126,17 @@ class MemoryPolicy:
                         f"MemoryPolicy.tile names '{tensor}', which cannot be computed in tiles of the sequence; only "
                         f"{' and '.join(TILED)} can"
                     )
+                if fate == "fp8" and tensor not in NARROW:
+                    raise ConfigError(
+                        f"MemoryPolicy.fp8 names '{tensor}', which layers do not round; only {', '.join(NARROW)} can "
+                        "be 8-bit floats"
+                    )
                 seen[tensor] = fate
+        if self.fp8 and self.rest == "keep":
+            raise ConfigError(
+                "MemoryPolicy.fp8 has no effect with rest = 'keep', which saves what tensors are made of; set rest "
+                "= 'recompute'"
+            )
         if self.rest not in REST:
             raise ConfigError(f"MemoryPolicy.rest = '{self.rest}' does not exist{near(str(self.rest), REST)}")
         if not isinstance(self.tile_size, int) or self.tile_size < 1:
@@ -157,7 +175,13 @@ class MemoryPolicy:
         host = not self.offload or host_memory_or_say(
             ", ".join(f"'{t}'" for t in self.offload), "stays on the device, although the memory policy offloads it"
         )
-        return jax.checkpoint(layer, policy=_jax_policy(self, host), prevent_cse=prevent_cse)
+        names = frozenset(n for t in self.fp8 for n in TENSORS[t])
+
+        def narrowed(*args: Any) -> Any:
+            with narrowing(names):
+                return layer(*args)
+
+        return jax.checkpoint(narrowed if names else layer, policy=_jax_policy(self, host), prevent_cse=prevent_cse)
 
     def tiled(self, tensor: str, fn: Callable[[Array], Array]) -> Callable[[Array], Array]:
         """Return `fn`, computed in tiles of the sequence if the policy tiles a tensor.
@@ -192,6 +216,7 @@ POLICIES: dict[str, MemoryPolicy] = {
 def _jax_policy(policy: MemoryPolicy, host: bool) -> Callable[..., Any]:
     """Return a policy for `jax.checkpoint`; cached, because JAX traces again for each new function."""
     saved, offloaded = ([n for t in tensors for n in TENSORS[t]] for tensors in (policy.keep, policy.offload))
+    saved += [narrow_name(n) for t in policy.fp8 for n in TENSORS[t]]
     if not host:
         saved, offloaded = saved + offloaded, []
     of_named = policies.save_and_offload_only_these_names(

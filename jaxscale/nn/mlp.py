@@ -8,12 +8,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxscale.config import register
 from jaxscale.layout import constrain
 from jaxscale.nn.linear import Linear, into, out_of
+from jaxscale.nn.narrow import saved_as
 
 gelu_tanh = partial(jax.nn.gelu, approximate=True)
 
@@ -65,11 +65,11 @@ class FeedForward(nnx.Module):
                 gate, up = into(x, self.gate, self.up, overlap=self.overlap)
                 h = act(_named(gate)) * _named(up)
         with jax.named_scope("down"):
-            return out_of(checkpoint_name(h, "mlp_hidden"), self.down, overlap=self.overlap)
+            return out_of(saved_as(h, "mlp_hidden"), self.down, overlap=self.overlap)
 
 
 def _named(h: Array) -> Array:
-    return checkpoint_name(constrain(h, "batch", "seq", "mlp"), "mlp_up")
+    return saved_as(constrain(h, "batch", "seq", "mlp"), "mlp_up")
 
 
 @register

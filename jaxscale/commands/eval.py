@@ -96,7 +96,9 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         texts = perplexity(trained, args.files or None, stride=args.stride, **options)
         settings = {"files": args.files or None}
         parts = "segments" if texts.stride == texts.length else f"windows every {texts.stride}"
-        print(f"{texts.documents} documents, {texts.tokens:,} tokens, {parts} of {texts.length}, step {texts.step}")
+        made = trained.info.get("quantized")  # such a run has its only checkpoint at step 0
+        at = f"quantised at step {made['step']}" if made else f"step {texts.step}"
+        print(f"{texts.documents} documents, {texts.tokens:,} tokens, {parts} of {texts.length}, {at}")
         print(f"perplexity per token {texts.per_token:.4f}")
         if texts.bytes:
             print(f"perplexity per byte {texts.per_byte:.4f} ({texts.bits_per_byte:.4f} bits)")

@@ -79,7 +79,8 @@ def grow(
         raise ConfigError("nothing grows; set layers, width, hidden or heads")
     if config.stored is not None:
         raise ConfigError(
-            f"{run.place} stores its matrices as {config.stored!r}; write plain arrays first, with jaxscale merge "
+            f"{run.place} stores its matrices as {config.stored.describe()}; "
+            "write plain arrays first, with jaxscale merge "
             f"{run.place} OUT, and grow that run"
         )
     check_new(out)

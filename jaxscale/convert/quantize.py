@@ -84,7 +84,8 @@ def quantize(
     """
     if run.config.stored is not None:
         raise ConfigError(
-            f"{run.place} is quantised already, as {run.config.stored!r}; name the run that it was made from, or write "
+            f"{run.place} is quantised already, as {run.config.stored.describe()}; "
+            "name the run that it was made from, or write "
             f"plain arrays first with jaxscale merge {run.place} OUT"
         )
     if is_url(out):

@@ -301,7 +301,9 @@ def tune(
     params = run.weights(step, layout)
     stored = [w for w in jax.tree.leaves(params, is_leaf=is_weight) if is_weight(w)]
     if not stored or not all(isinstance(w, StoredWeight) for w in stored):
-        raise ConfigError(f"{run.place}: {config.stored!r} has no codes to tune; use a Stored format, such as @int2()")
+        raise ConfigError(
+            f"{run.place}: {config.stored.describe()} has no codes to tune; use a Stored format, such as @int2()"
+        )
     batches: list[Any] = [dict(loader.batch_at(n)) for n in range(rows // batch)]
     with layout if layout is not None else contextlib.nullcontext():
         params, losses = method.tuned(loss_of(config.model, config.objective), params, batches, say)

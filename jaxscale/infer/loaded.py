@@ -116,7 +116,8 @@ def refuse_second_format(run: Run, weights: WeightFormat | None) -> None:
     """
     if weights is not None and run.config.stored is not None:
         raise ConfigError(
-            f"{run.place} stores its matrices as {run.config.stored!r}; leave out the weight format {weights!r}, or "
+            f"{run.place} stores its matrices as {run.config.stored.describe()}; "
+            f"leave out the weight format ({weights.describe()}), or "
             f"write plain arrays first with jaxscale merge {run.place} OUT"
         )
 

@@ -149,11 +149,13 @@ def refuse_flaws(weights: WeightFormat, info: TensorInfo, flaws: Bool[Array, " 2
     before, after = (bool(x) for x in flaws)
     if before:
         raise CheckpointError(
-            f"{info.path} has NaN or infinite numbers, which {weights!r} cannot hold; use an earlier checkpoint "
+            f"{info.path} has NaN or infinite numbers, which {weights.describe()} "
+            "cannot hold; use an earlier checkpoint "
             "(--step)"
         )
     if after:
         raise CheckpointError(
-            f"{info.path}: {weights!r} has no scale for its largest or smallest numbers, which became infinite or 0; "
+            f"{info.path}: {weights.describe()} "
+            "has no scale for its largest or smallest numbers, which became infinite or 0; "
             "use scales of float32"
         )

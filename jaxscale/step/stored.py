@@ -60,7 +60,8 @@ def refuse_training(config: TrainConfig) -> None:
     """
     if config.stored is not None:
         raise ConfigError(
-            f"train.stored = {config.stored!r}: matrices in a weight format are not trained; train adapters beside "
+            f"train.stored ({config.stored.describe()}): "
+            "matrices in a weight format are not trained; train adapters beside "
             "them in a new run (train.start = @FromRun(), train.adapters = @LoRA()), or write plain arrays with "
             "jaxscale merge"
         )
@@ -82,7 +83,8 @@ def adapted_to(config: TrainConfig, stored: WeightFormat | None, place: str) -> 
     adapters = config.adapters
     if adapters is None:
         raise ConfigError(
-            f"{place} stores its matrices as {stored!r}, which cannot be trained; set train.adapters = @LoRA(), or "
+            f"{place} stores its matrices as {stored.describe()}, "
+            "which cannot be trained; set train.adapters = @LoRA(), or "
             f"start from plain arrays: jaxscale merge {place} OUT"
         )
     own = dataclasses.is_dataclass(adapters) and "base" in {f.name for f in dataclasses.fields(adapters)}
@@ -142,6 +144,7 @@ class NothingTrained:
         """Return a sentence about the bytes of the parameters, as arrays in memory."""
         sizes = [sum(i.nbytes for i in jax.tree.leaves(t)) for t in (self.base, self.infos)]
         return (
-            f"matrices are stored as {self.format!r} and not trained: all parameters take {human_bytes(sizes[0])}, and "
+            f"matrices are stored as {self.format.describe()} "
+            f"and not trained: all parameters take {human_bytes(sizes[0])}, and "
             f"{human_bytes(sizes[1])} as plain arrays"
         )

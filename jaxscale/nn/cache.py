@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxscale.errors import ConfigError
+
 State = Any
 
 
@@ -375,7 +377,7 @@ class LayerCache:
         It needs one state for each sequence and not, as `before` and `after`, one for each token.
 
         Args:
-          recurrent: the layer's `decode_state`, without `per_page`.
+          recurrent: the layer's `decode_state`.
           name: of one of its arrays.
           tokens: arrays (batch, columns, ...).
           run: a function of states (n, ...), a mask (n, q), and arrays (n, q, ...) of n sequences' next tokens, of
@@ -384,8 +386,15 @@ class LayerCache:
 
         Returns:
           outputs (batch, columns, ...); zero for padding.
+
+        Raises:
+          ConfigError: the state is stored per page.
         """
-        assert not recurrent.per_page
+        if recurrent.per_page:
+            raise ConfigError(
+                "a state that the cache carries (matrix_recurrence, convolution) is stored at the end of each sequence "
+                "only; set per_page = False in the layer's RecurrentState"
+            )
         mine = lax.dynamic_index_in_dim(self.state[name], self.layer, keepdims=False)  # (batch, slots, back + 1, ...)
         rows, columns = self.step.positions.shape
         ring = mine.shape[2]

@@ -17,6 +17,7 @@ from jaxscale.parallel.sharded import cut_over, sharded_op
 CHUNK = 64
 _BLOCK = 16  # decay by channels: rows of a chunk whose exponents are taken from one token
 _FAR = -1e9  # an exponent of nothing: its exponential, and that one's derivative, are exactly zero
+_LEAST = -20.0  # e^-20 of a state is nothing beside it in float32; sums of stronger decays would lose the weaker ones
 _COMPUTE = jnp.float32
 
 
@@ -67,8 +68,8 @@ def linear_attention(
       q: queries; scale them beforehand.
       k: keys; the delta rule wants them of length 1.
       v: values.
-      log_decay: logarithm of the decay, at most 0, for each head (B, S, H) or each channel of keys (B, S, H, K);
-        `None` is no decay.
+      log_decay: logarithm of the decay, at most 0, for each head (B, S, H) or each channel of keys (B, S, H, K); below
+        -20 it counts as -20 (a decay of 2e-9). `None` is no decay.
       beta: the delta rule's learning rate, from 0 to 1; `None` adds without it.
       starts: tokens at which the state restarts from zero, (B, S) or (1, S); `None` is the first of each row.
       order: position of each column in the sequence, if columns are in the order of
@@ -171,6 +172,7 @@ def attend(
         log_decay = jnp.zeros((b, seq, heads), _COMPUTE)
     if log_decay.ndim == 3:
         log_decay = log_decay[..., None]
+    log_decay = jnp.maximum(log_decay, _LEAST)
     begun = jnp.zeros((b, seq), bool) if starts is None else starts
     prepared = jax.checkpoint(_prepare)(
         cut(q), cut(k), cut(v), cut(log_decay), None if beta is None else cut(beta), cut(begun[:, :, None])
@@ -206,9 +208,32 @@ def _prepare(q: Array, k: Array, v: Array, log_decay: Array, beta: Array | None,
         before = sees & (rows[:, None] > rows)
         lower = beta[..., None] * _decayed(k, k, total, before)
         right = beta[..., None] * jnp.concatenate([v, k * since], -1)
-        solved = jax.scipy.linalg.solve_triangular(lower, right, lower=True, unit_diagonal=True)
+        solved = _solve(lower, right)
         values, removes = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
     return Chunks(values, removes, q * since, _decayed(q, k, total, sees), k * until, keeps)
+
+
+def _solve(lower: Array, right: Array) -> Array:
+    """Solve `(I + lower) x = right`, (..., C, C) strictly lower triangular and (..., C, D), by substitution.
+
+    Rows one after the other within blocks, then block by block, which are products of matrices. On a CPU XLA's own
+    solver calls LAPACK, with which training stood still.
+    """
+    size = lower.shape[-1]
+    block = min(_BLOCK, size)
+    found: list[Array] = []
+    for start in range(0, size, block):
+        own = slice(start, start + block)
+        inside = lower[..., own, own]
+        rows = [jnp.broadcast_to(jnp.eye(block)[0], inside.shape[:-1])]
+        for i in range(1, block):
+            before = jnp.stack(rows, axis=-2)
+            rows.append(jnp.eye(block)[i] - jnp.sum(inside[..., i, :i, None] * before, axis=-2))
+        rest = right[..., own, :]
+        if found:
+            rest = rest - lower[..., own, :start] @ jnp.concatenate(found, axis=-2)
+        found.append(jnp.stack(rows, axis=-2) @ rest)
+    return jnp.concatenate(found, axis=-2)
 
 
 def _decayed(x: Array, y: Array, total: Array, sees: Array) -> Array:

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxscale.errors import ConfigError
 from jaxscale.layout import TensorInfo
-from jaxscale.nn import Linear
+from jaxscale.nn import Block, Linear
 from jaxscale.nn.products import layers_of
 from jaxscale.parallel.tracked import OPERANDS, Tracked
 
@@ -59,6 +59,12 @@ def check_histories(blueprint: Blueprint, *, keeps: bool, name: str) -> None:
         raise ConfigError(f"scaling = 'delayed' keeps magnitudes of earlier steps, which {name} does not; {instead}")
     if blueprint.adaptation is not None:
         raise ConfigError(f"scaling = 'delayed' is for kernels that are trained, not for adapters; {instead}")
+    model = nnx.merge(blueprint.graphdef, blueprint.of_model().infos)
+    if any(isinstance(m, Block) and "mlp_hidden" in m.memory.tile for _, m in nnx.iter_graph(model)):
+        raise ConfigError(
+            "scaling = 'delayed' is for layers that are called once a step, not for feed-forward layers in tiles of "
+            f"the sequence (MemoryPolicy.tile); choose a memory policy without tiles, or {instead}"
+        )
     if blueprint.layout is not None and blueprint.layout.stages > 1:
         raise ConfigError(f"scaling = 'delayed' is not for pipeline stages, whose weight gradients are late; {instead}")
 

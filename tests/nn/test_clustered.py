@@ -81,10 +81,10 @@ def test_weights_that_are_not_finite_are_nan_and_no_others():
 
 @pytest.mark.long
 def test_a_backward_pass_needs_no_array_of_weights_times_numbers_on_one_device_and_on_shards():
-    kernel = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
     settings = Clustered(bits=3)
 
-    def bytes_of(function, layout=None):
+    def bytes_of(function, layout=None, side=1024):
+        kernel = jax.ShapeDtypeStruct((side, side), jnp.float32)
         sharding = None if layout is None else layout.sharding(("embed", "mlp"), kernel.shape, kind="params")
         gradient = jax.jit(
             jax.grad(lambda k: jnp.sum(jnp.sin(function(k, settings, jnp.bfloat16)))),
@@ -95,8 +95,11 @@ def test_a_backward_pass_needs_no_array_of_weights_times_numbers_on_one_device_a
 
     dense, table = bytes_of(for_each_weight), bytes_of(once_for_equal_weights)
     assert dense > 3 * table
+    # Arrays of all 65,536 numbers in bfloat16 are on every device; what grows with the weights is divided.
+    growth = bytes_of(once_for_equal_weights, side=2048) - table
     with Layout("fsdp=4") as layout:
-        assert bytes_of(once_for_equal_weights, layout) < 0.8 * table
+        small, large = (bytes_of(once_for_equal_weights, layout, side) for side in (1024, 2048))
+    assert 0 < large - small < 0.3 * growth
 
 
 def test_a_product_multiplies_the_clustered_matrix_and_keeps_only_the_parameter():
@@ -131,7 +134,7 @@ def test_a_run_trained_at_a_low_temperature_loses_little_when_stored_by_its_numb
     from jaxscale.step import NextToken
 
     config = dataclasses.replace(MODEL, products=Clustered(bits=3, temperature=0.02))
-    data = js.data.synthetic(documents=40, length=60, vocab_size=64)
+    data = js.data.synthetic(documents=100, length=60, vocab_size=64)
     run = js.fit(
         model=config, run=tmp_path / "run", steps=20, data=data, batch_size=4, seq_len=16, eval_batches=0, layout=None,
         quiet=True,

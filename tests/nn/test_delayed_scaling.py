@@ -127,6 +127,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path):
         (lambda: Fp8(scaling="delayed", history=0), ("Fp8.history = 0", "at least 1")),
         (lambda: check(None, keeps=False), ("LocalSteps", "'tensor'")),
         (lambda: check(Layout("pipeline=2")), ("pipeline stages", "'tensor'")),
+        (lambda: check(None, memory="minimal"), ("MemoryPolicy.tile", "'tensor'")),
     ],
 )
 def test_delayed_scaling_that_cannot_be_is_refused(make, words):
@@ -134,5 +135,5 @@ def test_delayed_scaling_that_cannot_be_is_refused(make, words):
         make()
 
 
-def check(layout, keeps=True):
-    check_histories(build(model(), layout, optax.sgd(0.1)).blueprint, keeps=keeps, name="LocalSteps")
+def check(layout, keeps=True, **settings):
+    check_histories(build(model(**settings), layout, optax.sgd(0.1)).blueprint, keeps=keeps, name="LocalSteps")

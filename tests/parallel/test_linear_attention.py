@@ -80,6 +80,19 @@ def test_shards_of_a_sequence_go_on_from_each_other_and_gradients_are_those_of_o
         np.testing.assert_allclose(a, b[:, order], atol=2e-5 * np.abs(b).max())
 
 
+@pytest.mark.parametrize("decay", [-1e8, -np.inf])
+def test_weak_decays_after_one_that_leaves_nothing_are_exact(decay):
+    x = jnp.ones((1, 4, 1, 2))
+    got = linear_attention(x, x, x, jnp.asarray([0, decay, -0.1, -0.1])[None, :, None])[0, :, 0, 0]
+    np.testing.assert_allclose(got, [2, 2, 2 + 2 * np.exp(-0.1), 2 + 2 * np.exp(-0.1) + 2 * np.exp(-0.2)], rtol=1e-5)
+
+
+def test_equal_keys_are_solved_as_exactly_as_others():
+    x = jnp.ones((1, 64, 1, 4)) / 2  # a text of one token, each of which replaces what the last one wrote
+    v = jnp.arange(64.0)[None, :, None, None]
+    np.testing.assert_allclose(linear_attention(x, x, v, None, jnp.ones((1, 64, 1)))[0, :, 0, 0], v.ravel(), atol=1e-4)
+
+
 def test_gradients_are_those_of_the_recurrence():
     *operands, starts = map(_single, _operands("channels", True))
 

@@ -221,19 +221,19 @@ def _solve(lower: Array, right: Array) -> Array:
     """
     size = lower.shape[-1]
     block = min(_BLOCK, size)
-    found: list[Array] = []
+    solved: list[Array] = []
     for start in range(0, size, block):
-        own = slice(start, start + block)
-        inside = lower[..., own, own]
+        rows_of = slice(start, start + block)
+        inside = lower[..., rows_of, rows_of]
         rows = [jnp.broadcast_to(jnp.eye(block)[0], inside.shape[:-1])]
         for i in range(1, block):
             before = jnp.stack(rows, axis=-2)
             rows.append(jnp.eye(block)[i] - jnp.sum(inside[..., i, :i, None] * before, axis=-2))
-        rest = right[..., own, :]
-        if found:
-            rest = rest - lower[..., own, :start] @ jnp.concatenate(found, axis=-2)
-        found.append(jnp.stack(rows, axis=-2) @ rest)
-    return jnp.concatenate(found, axis=-2)
+        rest = right[..., rows_of, :]
+        if solved:
+            rest = rest - lower[..., rows_of, :start] @ jnp.concatenate(solved, axis=-2)
+        solved.append(jnp.stack(rows, axis=-2) @ rest)
+    return jnp.concatenate(solved, axis=-2)
 
 
 def _decayed(x: Array, y: Array, total: Array, sees: Array) -> Array:

@@ -6,8 +6,10 @@ import dataclasses
 from pathlib import Path
 
 from jaxscale.convert.new_run import begin, check_new, finish, save_params
+from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout
 from jaxscale.run import Run
+from jaxscale.step import BitAdapters
 
 
 def merge(run: Run, out: str | Path, *, step: int | None = None, layout: Layout | None = None) -> Run:
@@ -39,3 +41,24 @@ def merge(run: Run, out: str | Path, *, step: int | None = None, layout: Layout 
     save_params(merged, params, layout)
     finish(merged, "merged")
     return merged
+
+
+def serving(run: Run, formats: str) -> Run:
+    """Return a run with adapters for several formats as one that uses some of them (see `BitAdapters.served`).
+
+    Args:
+      run: a run with `BitAdapters`.
+      formats: the number of a format, counted from 0, or one for each layer: "0,2,2".
+
+    Raises:
+      ConfigError: the run has other adapters or none, or there is no such format.
+    """
+    adapters = run.config.adapters
+    if not isinstance(adapters, BitAdapters):
+        raise ConfigError(f"{run.place} has no adapters for several formats (BitAdapters); leave out the formats")
+    try:
+        numbers = tuple(int(n) for n in formats.split(","))
+    except ValueError:
+        raise ConfigError(f"formats '{formats}': must be numbers, as 0 or 0,2,2") from None
+    served = numbers[0] if len(numbers) == 1 else numbers
+    return Run(run.path, dataclasses.replace(run.config, adapters=dataclasses.replace(adapters, served=served)))

@@ -10,12 +10,16 @@ from jaxscale.step.algorithms import (
     LocalReplicas,
     LocalSteps,
     MeZO,
+    OnceForAll,
     OneBitAdam,
     PeerDiLoCo,
     Replicas,
     RobustGradients,
+    Shrinking,
 )
+from jaxscale.step.algorithms.shrinking import subnet
 from jaxscale.step.backprop import Backprop, make_loss_and_grads, make_step
+from jaxscale.step.bit_adapters import BitAdapters
 from jaxscale.step.blueprint import blueprint_of, settled
 from jaxscale.step.callbacks import Callback
 from jaxscale.step.config import TrainConfig
@@ -89,6 +93,8 @@ __all__ = [
     "Adapters",
     "GRPO",
     "GSPO",
+    "BitAdapters",
+    "subnet",
     "LoRA",
     "RLOO",
     "ReMax",
@@ -100,6 +106,8 @@ __all__ = [
     "MaskedToken",
     "MaterialisedLoss",
     "MeZO",
+    "OnceForAll",
+    "Shrinking",
     "NextToken",
     "Objective",
     "OnPolicyDistill",

@@ -201,7 +201,7 @@ class LowRank:
         dtype = jnp.dtype(self.lora.dtype)
         tree: dict[Any, Any] = {}
         for site in self.sites:
-            _put(tree, site.keys, site.adapters(self.lora.rank, dtype))
+            put_at(tree, site.keys, site.adapters(self.lora.rank, dtype))
         return tree
 
     def first(self, read: Callable[[Tree], Tree]) -> None:
@@ -214,15 +214,15 @@ class LowRank:
         for key, site in zip(keys, self.sites, strict=True):
             a, b = site.adapters(self.lora.rank, jnp.dtype(self.lora.dtype)).values()
             random = jax.random.truncated_normal(key, -2, 2, a.shape, jnp.float32) * truncated_std(site.fan_in)
-            _put(tree, site.keys, {"a": random.astype(a.dtype), "b": jnp.zeros(b.shape, b.dtype)})
+            put_at(tree, site.keys, {"a": random.astype(a.dtype), "b": jnp.zeros(b.shape, b.dtype)})
         return tree
 
     def over(self, adapters: Tree, frozen: Tree) -> Tree:
         """Return the model's parameters; kernels with an adapter are `Adapted`."""
         tree = jax.tree.map(lambda x: x, frozen)  # copies the dicts
         for site in self.sites:
-            pair = _get(adapters, site.keys)
-            _put(tree, site.keys, Adapted(_get(tree, site.keys), pair["a"], pair["b"], self.lora.scale))
+            pair = get_at(adapters, site.keys)
+            put_at(tree, site.keys, Adapted(get_at(tree, site.keys), pair["a"], pair["b"], self.lora.scale))
         return tree
 
     def merged(self, adapters: Tree, frozen: Tree) -> Tree:
@@ -260,13 +260,26 @@ def _projections(graphdef: nnx.GraphDef[Any], infos: Tree) -> Iterator[Site]:
             yield Site(tuple(p.key for p in path), info, module.axes, len(module.contracted))
 
 
-def _get(tree: Tree, keys: tuple[Any, ...]) -> Tree:
+def get_at(tree: Tree, keys: tuple[Any, ...]) -> Tree:
+    """Return the part of nested dicts at a path.
+
+    Args:
+      tree: the dicts.
+      keys: the keys that lead to it.
+    """
     for key in keys:
         tree = tree[key]
     return tree
 
 
-def _put(tree: dict[Any, Any], keys: tuple[Any, ...], value: object) -> None:
+def put_at(tree: dict[Any, Any], keys: tuple[Any, ...], value: object) -> None:
+    """Set the part of nested dicts at a path, and make the dicts that lead to it.
+
+    Args:
+      tree: the dicts, changed in place.
+      keys: the keys that lead to it.
+      value: the part.
+    """
     for key in keys[:-1]:
         tree = tree.setdefault(key, {})
     tree[keys[-1]] = value

@@ -24,7 +24,9 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "Algorithms": (
         "jaxscale.step.backprop", "jaxscale.step.algorithms", "jaxscale.step.weight_ema", "jaxscale.parallel.wires",
     ),
-    "Fine-tuning": ("jaxscale.step.lora", "jaxscale.step.unfreeze", "jaxscale.step.scales"),
+    "Fine-tuning": (
+        "jaxscale.step.lora", "jaxscale.step.bit_adapters", "jaxscale.step.unfreeze", "jaxscale.step.scales",
+    ),
     "Guards, snapshots and the watchdog": (
         "jaxscale.step.guards", "jaxscale.step.snapshots", "jaxscale.step.watchdog",
     ),

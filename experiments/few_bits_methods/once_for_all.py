@@ -29,7 +29,7 @@ def main() -> None:
     """Measure and write the results."""
     lines: dict[str, Any] = {}
     infos = describe_model(MODEL)[1]
-    for seed in SEEDS[:1]:
+    for seed in SEEDS:
         start = base(seed)
         lines[f"float32, seed {seed}"] = heldout(start.config, start.params())
         for bits, weights in zip((2, 3, 4), FORMATS, strict=True):

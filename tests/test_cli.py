@@ -258,7 +258,8 @@ def test_names_of_modules_in_a_damaged_run_are_not_repeated(refused, finished):
 
 def test_sample_is_the_same_for_the_same_seed(run, finished_run):
     one = run("sample", finished_run.path, "--prompt", "def ", "--tokens", "8", "--seed", "1")
-    assert one == run("sample", finished_run.path, "--prompt", "def ", "--tokens", "8", "--seed", "1")
+    two = run("sample", finished_run.path, "--prompt", "def ", "--tokens", "8", "--seed", "1")
+    assert one[:2] == two[:2] and "tokens/s" in one[2]  # which is not the same
     assert one[0] == 0 and one[1].startswith("def ")
 
 

@@ -75,7 +75,7 @@ def test_eval_asks_questions(run, folder):
         (["RUN", "--choices", "book.txt"], ["book.txt, line 1", "not JSON"]),
         (["RUN", "book.txt", "--choices", "quiz.jsonl"], ["leave out book.txt"]),
         (["RUN", "--choices", "quiz.jsonl", "--stride", "3"], ["--stride"]),
-        (["RUN", "book.txt", "--out", "book.txt"], ["book.txt exists already"]),
+        (["RUN", "book.txt", "--out", "book.txt"], ["book.txt already exists"]),
         (["RUN", "book.txt", "--step", "3"], ["3"]),
         (["RUN", "book.txt", "--mesh", "tensor=16"], ["needs 16 devices"]),
         (["RUN", "--gin.train.seed=3"], ["no settings to change", "--gin.train.seed"]),

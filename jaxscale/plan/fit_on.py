@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from jaxscale.errors import ConfigError, LayoutError, near
@@ -145,7 +145,7 @@ class TopologyChoice(Printable):
             yield f"{name} was refused: {why}"
 
 
-def fit_on(config: TrainConfig, hardware: str | Topology, *, tell: Tell = silent) -> Limits:
+def fit_on(config: TrainConfig, hardware: str | Topology, *, only: Collection[str] = (), tell: Tell = silent) -> Limits:
     """Find the deepest and widest model, the longest sequence and the largest batch that fit some hardware.
 
     Each quantity is varied alone, by bisection. Memory is by formulas, or from the traced step for runs that formulas
@@ -156,6 +156,7 @@ def fit_on(config: TrainConfig, hardware: str | Topology, *, tell: Tell = silent
     Args:
       config: the run's settings.
       hardware: a topology or its name.
+      only: the quantities to vary, such as ("layers", "batch size"); all by default.
       tell: called with progress.
 
     Returns:
@@ -167,7 +168,11 @@ def fit_on(config: TrainConfig, hardware: str | Topology, *, tell: Tell = silent
     """
     target = topology(hardware) if isinstance(hardware, str) else hardware
     config = on_hardware(config, target)
-    return Limits(target, tuple(_limit(*quantity, target, tell) for quantity in _quantities(config)))
+    quantities = {quantity[0]: quantity for quantity in _quantities(config)}
+    for name in only:
+        if name not in quantities:
+            raise ConfigError(f"fit_on(only=...) names '{name}', which this run does not have{near(name, quantities)}")
+    return Limits(target, tuple(_limit(*quantities[name], target, tell) for name in only or quantities))
 
 
 def cheapest(

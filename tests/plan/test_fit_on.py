@@ -17,7 +17,8 @@ from jaxscale.plan import Restarts, cheapest, fit_on, plan_for
 from tests.truth.errors import raises_saying
 
 MODEL = js.models.TransformerConfig(depth=4, width=512, heads=8, kv_heads=4, vocab=1024, attention=flash_attention)
-RUN = js.TrainConfig(model=MODEL, layout=js.Layout("fsdp=8"), batch_size=16, seq_len=512)
+# without segments, so that plans are by formulas: bisection makes many
+RUN = js.TrainConfig(model=MODEL, layout=js.Layout("fsdp=8"), batch_size=16, seq_len=512, segments=False)
 
 
 def _with(name, n):
@@ -46,15 +47,19 @@ def test_the_largest_that_fits_fits_and_the_next_does_not():
 
 def test_what_does_not_fit_is_made_smaller_and_what_training_refuses_ends_the_search():
     large = js.TrainConfig(
-        model=gpt2(depth=48, memory="none"), layout=js.Layout("data=4", rules="replicated"), batch_size=32, seq_len=1024
-    )
-    layers, _, seq, _ = fit_on(large, "v5e:2x2").limits
+        model=gpt2(depth=48, memory="none"), layout=js.Layout("data=4", rules="replicated"),
+        batch_size=32, seq_len=1024, segments=False,
+    )  # fmt: skip
+    layers, seq = fit_on(large, "v5e:2x2", only=("layers", "sequence length")).limits
     assert 0 < layers.largest < 48 and seq.largest < 1024
     small = dataclasses.replace(large, model=gpt2(depth=2, memory="full"), batch_size=4)
-    (seq,) = (x for x in fit_on(small, "v5e:2x2").limits if x.name == "sequence length")
+    (seq,) = fit_on(small, "v5e:2x2", only=["sequence length"]).limits
     assert seq.largest == 1024 and "2,048" in seq.why and "positions" in seq.why
     huge = dataclasses.replace(large, model=gpt2(depth=4, width=32768, heads=256, hidden=131072))
-    assert fit_on(huge, "v5e:2x2").limits[0].plan is None and "nothing" in str(fit_on(huge, "v5e:2x2"))
+    nothing = fit_on(huge, "v5e:2x2", only=["layers"])
+    assert nothing.limits[0].plan is None and "nothing" in str(nothing)
+    with raises_saying(ConfigError, "'layer'", "'layers'"):
+        fit_on(small, "v5e:2x2", only=["layer"])
 
 
 SCALED = dataclasses.replace(RUN, layout=js.Layout("fsdp=-1"), batch_size=64)
@@ -125,11 +130,11 @@ def test_a_hardware_file_has_its_price_and_a_run_that_fails_too_often_is_refused
 
 def test_sizes_that_the_mesh_does_not_divide_are_not_tried():
     wide = dataclasses.replace(RUN, layout=js.Layout("fsdp=2,tensor=4"))
-    _, width, *_ = fit_on(wide, "v5e:2x4").limits
+    (width,) = fit_on(wide, "v5e:2x4", only=["width"]).limits
     assert width.largest % (4 * 64) == 0 and "predicted to take" in width.why
     ring = dataclasses.replace(MODEL, attention=RingAttention())
     long = dataclasses.replace(RUN, model=ring, seq_len=1536, layout=js.Layout("fsdp=2,context=3"), batch_size=2)
-    seq = next(x for x in fit_on(long, "h100:6").limits if x.name == "sequence length")
+    (seq,) = fit_on(long, "h100:6", only=["sequence length"]).limits
     assert seq.largest % 3 == 0 and "predicted to take" in seq.why
 
 
@@ -138,7 +143,7 @@ CONFIG = "train.model = @Transformer()\nTransformer.depth = 2\ntrain.layout = @L
 
 def test_the_command_prints_limits_and_chooses_hardware(capfd, tmp_path):
     gin = tmp_path / "run.gin"
-    gin.write_text(CONFIG + "train.batch_size = 8\ntrain.seq_len = 64\n")
+    gin.write_text(CONFIG + "train.batch_size = 8\ntrain.seq_len = 64\ntrain.segments = False\n")
     assert main(["plan", str(gin), "--fit-on", "v5e:2x2", "--json"]) == 0
     result = json.loads(capfd.readouterr().out)
     assert result["limits"]["layers"]["largest"] > 2

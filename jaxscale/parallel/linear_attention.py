@@ -216,8 +216,9 @@ def _prepare(q: Array, k: Array, v: Array, log_decay: Array, beta: Array | None,
 def _solve(lower: Array, right: Array) -> Array:
     """Solve `(I + lower) x = right`, (..., C, C) strictly lower triangular and (..., C, D), by substitution.
 
-    Rows one after the other within blocks, then block by block, which are products of matrices. On a CPU XLA's own
-    solver calls LAPACK, with which training stood still.
+    Rows one after the other within blocks, then block by block, which are products of matrices. Not by
+    `solve_triangular`: on a CPU, that of jaxlib 0.10 waits on XLA's threads for work that it queues to the same threads,
+    so that as many solves at once as there are threads wait for ever.
     """
     size = lower.shape[-1]
     block = min(_BLOCK, size)

@@ -217,7 +217,7 @@ def _solve(lower: Array, right: Array) -> Array:
     """Solve `(I + lower) x = right`, (..., C, C) strictly lower triangular and (..., C, D), by substitution.
 
     Rows one after the other within blocks, then block by block, which are products of matrices. Not by
-    `solve_triangular`: on a CPU, that of jaxlib 0.10 waits on XLA's threads for work that it queues to the same threads,
+    `solve_triangular`: on a CPU, that of jaxlib 0.10 waits on XLA's threads for work that it queues to the same ones,
     so that as many solves at once as there are threads wait for ever.
     """
     size = lower.shape[-1]

@@ -117,12 +117,11 @@ def test_a_product_multiplies_the_clustered_matrix_and_keeps_only_the_parameter(
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [
-        (MODEL, Layout("fsdp=2,tensor=2")),
         (MODEL, Layout("pipeline=2", pipeline="zb-h1:4")),
         (dataclasses.replace(MODEL, overlap=("attention", "mlp")), Layout("tensor=2", sequence_sharded=True)),
         (EXPERTS, Layout("expert=2,fsdp=2")),
     ],
-    ids=["fsdp and tensor", "deferred gradients", "overlap", "experts"],
+    ids=["deferred gradients", "overlap", "experts"],
 )
 def test_layouts_train_clustered_weights_to_one_devices_numbers(model, mesh):
     js.testing.compare_layouts(model, [mesh]).check()

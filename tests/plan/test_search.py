@@ -27,7 +27,7 @@ pytestmark = pytest.mark.once
 searching = importlib.import_module("jaxscale.plan.search")
 MODEL = js.models.TransformerConfig(depth=4, width=64, heads=4, vocab=256, attention=flash_attention)
 CONFIG = js.TrainConfig(model=MODEL, batch_size=16, seq_len=64)
-SMALL = Space(policies=("none", "full"), accumulate=(1, 2), schedules=("1f1b",), per_stage=(1, 2))
+SMALL = Space(policies=("none", "full"), accumulate=(1, 2), schedules=("1f1b",), per_stage=(1,))
 
 
 def devices_of(memory: int, count: int = 4) -> Topology:

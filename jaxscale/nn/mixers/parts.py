@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -47,8 +48,7 @@ class ShortConvolution(nnx.Module):
     ):
         self.name, self.dtype = name, dtype
         bound = 1 / math.sqrt(taps)
-        uniform = lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)  # noqa: E731
-        init = named(uniform, None, "heads", "head_dim")
+        init = named(partial(jax.random.uniform, minval=-bound, maxval=bound), None, "heads", "head_dim")
         self.kernel = nnx.Param(init(rngs.params(), (taps, heads, width), param_dtype))
         zeros = named(jax.nn.initializers.zeros, "heads", "head_dim")
         self.bias = nnx.Param(zeros(rngs.params(), (heads, width), param_dtype)) if bias else None

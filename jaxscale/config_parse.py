@@ -187,5 +187,7 @@ def _as_literal(key: str, value: str) -> str:
         except _MALFORMED:
             well_formed = False
         if not well_formed and (part == "name" or value[:1] in tuple("@%([{'\"")):
-            raise ConfigError(f"the {part} of --gin.{key}={value} cannot be parsed")
+            call = re.search(r"@[\w./]*?([\w.]+)\((\w+)=", value)
+            hint = f"; set arguments apart: @{call[1]}() and --gin.{call[1]}.{call[2]}=..." if call else ""
+            raise ConfigError(f"the {part} of --gin.{key}={value} cannot be parsed{hint}")
     return value if well_formed else repr(value)

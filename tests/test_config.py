@@ -372,6 +372,11 @@ def test_a_bare_word_becomes_a_string(value, binding):
         (["--gin.t_fit.lr"], "--gin.t_fit.lr needs a value"),
         (["--gin.t_fit.lr", "--devices"], "--gin.t_fit.lr needs a value"),
         (["--gin.t fit=1"], "the name of --gin.t fit=1 cannot be parsed"),
+        (
+            ["--gin.t_fit.betas=@int4(group=32)"],
+            "the value of --gin.t_fit.betas=@int4(group=32) cannot be parsed; set arguments apart: @int4() and "
+            "--gin.int4.group=...",
+        ),
         (["--gin.=1"], "the name of --gin.=1 cannot be parsed"),
     ],
 )

@@ -1,10 +1,9 @@
 """The parity table on the real device: compiled kernels, new data, reruns, and outputs that start as NaN.
 
     python -m tests.pallas_kernels.on_device --out correctness.jsonl              # on this machine's device
-    python -m tests.pallas_kernels.on_device --out again.jsonl --seed 7 --op softmax
-    python -m tests.pallas_kernels.on_device --withdraw correctness.jsonl         # withdraw what was wrong from
-    dispatch python -m tests.pallas_kernels.on_device --out x.jsonl --interpret mosaic_gpu --op decode_attention   # on
-    a CPU
+    python -m tests.pallas_kernels.on_device --out again.jsonl --seed 7 --op softmax --backend mosaic_gpu
+    python -m tests.pallas_kernels.on_device --withdraw correctness.jsonl         # withdraw what was wrong
+    python -m tests.pallas_kernels.on_device --out x.jsonl --interpret mosaic_gpu --op decode_attention    # on a CPU
 
 Runs every case of the table and, on an accelerator, cases at the sizes of the benchmarks, on the device's kernels and
 on "xla". A row's verdict is "ok", "WRONG" (the table's rule, or a piece of the result is far off), "NOT THE SAME TWICE"
@@ -338,6 +337,11 @@ def check(args: argparse.Namespace) -> int:
     if gone := facts["platform"] != "cpu":
         first.kill()  # its memory is for the processes that work
     backends = (args.interpret,) if args.interpret else tuple(facts["backends"])
+    if args.backend and args.backend not in backends:
+        first.kill()
+        print(f"on_device: no backend '{args.backend}' here, only {', '.join(backends)}", file=sys.stderr)
+        return 2
+    backends = (args.backend,) if args.backend else backends
     tasks = [
         Task(
             i,
@@ -442,6 +446,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--crashed", action="store_true", help="with --withdraw: also what crashed")
     parser.add_argument("--seed", type=int, help="seed of all data (default: from the clock)")
     parser.add_argument("--op", help="check only this op")
+    parser.add_argument("--backend", help="check only this backend, such as mosaic_gpu")
     parser.add_argument("--jobs", type=int, help="processes (default: half the cores, 8 at most); on a GPU 2 more")
     parser.add_argument("--seconds", type=float, help="end after this time; the remaining rows have 'no time'")
     parser.add_argument(

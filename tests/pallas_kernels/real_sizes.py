@@ -20,6 +20,9 @@ from pallas_kernels.blockwise import ADAMW
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.softmax import log_softmax, logsumexp, softmax
+from pallas_kernels.stored_matmul import stored_matmul
+from pallas_kernels.stored_matmul.examples import FORMATS, shapes
+from pallas_kernels.stored_matmul.reference import dense
 from tests.pallas_kernels.comparison import Program, Work
 from tests.pallas_kernels.cut_cross_entropy import cases as loss_cases
 from tests.pallas_kernels.decode_attention import cases as decode_cases
@@ -35,6 +38,7 @@ def works(small: bool = False) -> Iterator[Work]:
     yield from _blockwise(small)
     yield from _loss(small)
     yield from _decode(small)
+    yield from _stored(small)
 
 
 def _key(seed: int | None) -> jax.Array:
@@ -333,3 +337,49 @@ def _decode_program(t: int, page: int | None, ragged: bool, options: dict[str, A
         return jax.lax.map(one, (q, jnp.asarray(tables), jnp.asarray(lengths - 1)))
 
     return Program(ours, arrays, tuple, lambda: jax.jit(plain)(*arrays), lambda: _true(plain, "bfloat16", *arrays))
+
+
+# products with stored weights ----------------------------------------------------------------------------------------
+
+_SCALE_CODES = (112, 120)
+"""Codes of scales in 8 bits, which are finite as floats and not extreme as powers of two."""
+
+
+def _stored(small: bool) -> Iterator[Work]:
+    k, n = (512, 256) if small else (4096, 14336)
+    cases = [(name, 16, "bfloat16", False) for name in FORMATS]
+    int4 = "int4, groups of 128"
+    cases += [(int4, 1, "bfloat16", False), (int4, 1024, "bfloat16", False), (int4, 7, "float32", False)]
+    cases += [(name, 128, "bfloat16", True) for name in (int4, "int3, groups of 64", "mxfp4")]
+    for name, m, dtype, transposed in cases:
+        make = functools.partial(_stored_program, name, (m, k, n), dtype, transposed)
+        feature = f"{name} {m}x{k}x{n}" + (" transposed" if transposed else "")
+        yield Work("stored_matmul", feature, dtype, ("out",), make, large=True)
+
+
+def _stored_program(name: str, sizes: tuple[int, int, int], dtype: str, transposed: bool, seed: int | None) -> Program:
+    m, k, n = sizes
+    like = shapes(k, n, **FORMATS[name])
+    leaves, tree = jax.tree.flatten(like)
+    *keys, last = jax.random.split(_key(seed), len(leaves) + 1)
+
+    def draw(key: jax.Array, leaf: Any) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.integer):
+            return jax.random.uniform(key, leaf.shape, jnp.float32, 0.5, 1.5).astype(leaf.dtype)
+        if leaf is like.scale:
+            return jax.random.randint(key, leaf.shape, *_SCALE_CODES).astype(leaf.dtype)
+        wide = jnp.uint32 if leaf.dtype == jnp.uint32 else jnp.uint8
+        codes = jax.random.bits(key, leaf.shape, wide).astype(leaf.dtype)
+        return codes & 0xF7 if name == "fp8" else codes  # no NaN
+
+    weight = jax.tree.unflatten(tree, [draw(k, leaf) for k, leaf in zip(keys, leaves, strict=True)])
+    x = jax.random.normal(last, (m, n if transposed else k), jnp.float32).astype(dtype)
+
+    def ours(implementation: str) -> Any:
+        return lambda x, w: (stored_matmul(x, w, transposed=transposed, implementation=implementation),)
+
+    def plain(x: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
+        return (jnp.dot(x, (w.T if transposed else w).astype(x.dtype)),)
+
+    matrix = jax.jit(dense)(weight)
+    return Program(ours, (x, weight), tuple, lambda: jax.jit(plain)(x, matrix), lambda: _true(plain, dtype, x, matrix))

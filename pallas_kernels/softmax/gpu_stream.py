@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.dispatch import Target
-from pallas_kernels.softmax.gpu_rows import Cut, plgpu
+from pallas_kernels.softmax.gpu_rows import Cut, plgpu, take_turns
 from pallas_kernels.softmax.gpu_sweeps import Tiles, fold_sum, gather_sum
 from pallas_kernels.softmax.pairs import LOWEST
 
@@ -29,7 +29,7 @@ def row_sums(target: Target, x: jax.Array, *, warpgroups: int, slots: int, split
     cut = Cut(columns, x.dtype.itemsize, warpgroups * splits)
     slots = min(slots, cut.each)
 
-    def kernel(source: Any, scales: Any, sums: Any, store: Any, arrived: Any) -> None:
+    def kernel(source: Any, scales: Any, sums: Any, store: Any, arrived: Any, reduced: Any) -> None:
         row, wg = lax.axis_index("row"), lax.axis_index("wg")
         me = lax.axis_index("split") * warpgroups + wg
 
@@ -77,9 +77,13 @@ def row_sums(target: Target, x: jax.Array, *, warpgroups: int, slots: int, split
             return state
 
         state = lax.fori_loop(0, cut.each, step, (cut.splat(LOWEST), cut.splat(0.0)))
-        scale, total = fold_sum(state)
-        scales[row, me] = jnp.full((128,), scale, jnp.float32)
-        sums[row, me] = jnp.full((128,), total, jnp.float32)
+
+        def leave() -> None:
+            scale, total = fold_sum(state)
+            scales[row, me] = jnp.full((128,), scale, jnp.float32)
+            sums[row, me] = jnp.full((128,), total, jnp.float32)
+
+        take_turns(wg, warpgroups, reduced, leave)
 
     part = jax.ShapeDtypeStruct((rows, cut.warpgroups, 128), jnp.float32)
     scales, sums = plgpu.kernel(
@@ -92,6 +96,7 @@ def row_sums(target: Target, x: jax.Array, *, warpgroups: int, slots: int, split
         scratch_types=[
             plgpu.SMEM((warpgroups * slots, cut.lines, cut.width), x.dtype),
             plgpu.Barrier(num_barriers=warpgroups * slots),
+            plgpu.Barrier(num_arrivals=warpgroups),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **target.gpu(),

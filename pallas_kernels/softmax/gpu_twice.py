@@ -50,7 +50,7 @@ def rows_twice(target: Target, op: str, arrays: Sequence[jax.Array], *, warpgrou
         thread_name="wg",
         scratch_types=[
             *[plgpu.SMEM((slots * warpgroups, cut.lines, cut.width), dtype)] * inputs,
-            plgpu.SMEM((2, warpgroups, len(sweep.begin), 128), jnp.float32),
+            plgpu.SMEM((2, warpgroups, len(sweep.begin)), jnp.float32),
             plgpu.Barrier(num_arrivals=inputs, num_barriers=slots * warpgroups),
             plgpu.Barrier(num_arrivals=warpgroups),
         ],

@@ -350,9 +350,9 @@ def check(args: argparse.Namespace) -> int:
             serving(op, parts, backends),
         )
         for i, (op, feature, dtype, parts, large) in enumerate(facts["works"])
-        if args.op in (None, op)
+        if args.op is None or op in args.op.split(",")
     ]
-    if not tasks:
+    if not tasks or not set((args.op or "").split(",")) <= {"", *(w[0] for w in facts["works"])}:
         first.kill()
         print(
             f"on_device: no op '{args.op}', only {', '.join(sorted({w[0] for w in facts['works']}))}", file=sys.stderr
@@ -445,7 +445,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     what.add_argument("--withdraw", type=Path, metavar="FILE.jsonl", help="withdraw what is wrong in a run's rows")
     parser.add_argument("--crashed", action="store_true", help="with --withdraw: also what crashed")
     parser.add_argument("--seed", type=int, help="seed of all data (default: from the clock)")
-    parser.add_argument("--op", help="check only this op")
+    parser.add_argument("--op", help="check only these ops, comma-separated")
     parser.add_argument("--backend", help="check only this backend, such as mosaic_gpu")
     parser.add_argument("--jobs", type=int, help="processes (default: half the cores, 8 at most); on a GPU 2 more")
     parser.add_argument("--seconds", type=float, help="end after this time; the remaining rows have 'no time'")

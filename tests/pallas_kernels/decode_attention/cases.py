@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -104,5 +105,7 @@ def plain(arrays: tuple[Any, Any, Any], options: dict[str, Any]) -> tuple[Any, A
     lse = jnp.where(seen.any(-1)[:, None], jnp.log(jnp.exp(scores - scores.max(-1, keepdims=True)).sum(-1)), -jnp.inf)
     lse = jnp.where(seen.any(-1)[:, None], lse + scores.max(-1), -jnp.inf)
     weights = jnp.where(seen[:, None], jnp.exp(scores - jnp.where(lse == -jnp.inf, 0, lse)[..., None]), 0)
+    if values.dtype != jnp.float32:  # XLA's GPU compiler leaves out a plain conversion there and back
+        weights = jax.lax.reduce_precision(weights, jnp.finfo(values.dtype).nexp, jnp.finfo(values.dtype).nmant)
     out = jnp.einsum("bhqt,bthd->bqhd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
     return out, lse.swapaxes(1, 2)

@@ -76,8 +76,8 @@ class TransformerConfig:
       blocks: a pattern of different layers, repeated over the depth (see `BlockConfig`), in place of `windows`,
         `dense_mlp`, `dense_layers` and `mlp_every`.
       attention: an attention kernel (see `jaxscale.nn.AttentionKernel`).
-      attention_layer: computes queries, keys and values: `MultiHead()`, or `MultiHeadLatent(...)` (DeepSeek), which has
-        its own head widths.
+      attention_layer: computes queries, keys and values: `MultiHead()`, `GatedMultiHead()` (Qwen3-Next), or
+        `MultiHeadLatent(...)` (DeepSeek), which has its own head widths.
       positions: `Rotary(...)`, `Learned(length)` or `None`.
       windows: attention windows of consecutive layers, repeated over the depth: `(1024, 1024, None)` is two local
         layers for each global one.

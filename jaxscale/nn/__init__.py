@@ -27,6 +27,7 @@ from jaxscale.nn.context_parallel import GatherAttention, RingAttention, TokenRi
 from jaxscale.nn.embedding import Embedding, StableEmbedding
 from jaxscale.nn.flash import flash_attention
 from jaxscale.nn.formats import GroupedIntegers, StatsQ, Stored, StoredWeight
+from jaxscale.nn.gated_attention import GatedAttention, GatedMultiHead
 from jaxscale.nn.head import filled_logits, head_logits
 from jaxscale.nn.latent import LatentAttention
 from jaxscale.nn.linear import Linear, project
@@ -63,8 +64,10 @@ from jaxscale.nn.weight_format import WeightFormat
 from jaxscale.parallel import Weight, as_weight
 
 __all__ = [
+    "GatedAttention",
     "GatedDeltaNet",
     "GatedLinearAttention",
+    "GatedMultiHead",
     "KimiDeltaAttention",
     "LinearAttention",
     "Mamba2",

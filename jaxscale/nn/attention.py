@@ -270,7 +270,7 @@ class Attention(nnx.Module):
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
         """Apply the layer; with a cache in the context, append keys and values to it."""
         with jax.named_scope("qkv"):
-            q, k, v = into(x, self.q, self.k, self.v, overlap=self.overlap)
+            q, k, v, *more = into(x, self.q, self.k, self.v, *self.beside(), overlap=self.overlap)
             q = constrain(q, "batch", "seq", "heads", "head_dim")
             k = constrain(k, "batch", "seq", "kv_heads", "head_dim")
             v = constrain(v, "batch", "seq", "kv_heads", "head_dim")
@@ -279,7 +279,7 @@ class Attention(nnx.Module):
             if self.rotary is not None:
                 cos, sin = context.rotary[self.rotary]
                 q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            q, k, v = (saved_as(x, "qkv") for x in (q, k, v))
+            q, k, v, *more = (saved_as(x, "qkv") for x in (q, k, v, *more))
         with jax.named_scope("mix"):
             options: dict[str, Any] = dict(window=self.window, softcap=self.softcap, scale=self.scale)
             if isinstance(context.cache, LayerCache):
@@ -288,4 +288,18 @@ class Attention(nnx.Module):
                 tokens: dict[str, Any] = dict(segment_ids=context.segment_ids, positions=context.positions)
                 out = self.kernel(q, k, v, causal=True, **tokens, **options)
         with jax.named_scope("out"):
+            out = self.finish(constrain(out, "batch", "seq", "heads", "head_dim"), *more)
             return out_of(constrain(out, "batch", "seq", "heads", "head_dim"), self.out, overlap=self.overlap)
+
+    def beside(self) -> tuple[Linear, ...]:
+        """Return further products of the layer's input, whose results `finish` gets."""
+        return ()
+
+    def finish(self, out: Float[Array, "b s h d"], *beside: Array) -> Float[Array, "b s h d"]:
+        """Return the heads' outputs as the output projection gets them.
+
+        Args:
+          out: what the kernel returned.
+          *beside: the results of `beside`.
+        """
+        return out

@@ -14,6 +14,7 @@ import pytest
 _ROOT = Path(__file__).resolve().parents[1]
 _OLD_JAX = "compiling for a GPU that is not here needs jax 0.11"
 _DEVICES = "--xla_force_host_platform_device_count"
+_MOST_MAPS = 25_000  # memory maps of a process; Linux allows 65,530 (vm.max_map_count)
 
 
 def _prepare_environment() -> None:
@@ -78,6 +79,15 @@ def pytest_collection_finish() -> None:
     """What is imported stays, so the collector need not look at it again; nor as often as where memory is short."""
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Between two files, compiled programs are dropped where they have become many: `tests.truth.programs` says why."""
+    if "jax" in sys.modules and (nextitem is None or nextitem.path != item.path):
+        from tests.truth.programs import drop_programs  # imports JAX
+
+        drop_programs(_MOST_MAPS)
 
 
 def _missing_compiler(name: str) -> str | None:

@@ -9,6 +9,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxscale.layout import Layout
 from jaxscale.layout.program_cache import compile_reordered_anew, loses_order
+from tests.truth.programs import drop_programs, memory_maps
 
 
 def looped(x):
@@ -60,3 +61,18 @@ def test_a_program_of_an_older_cache_is_read_only_when_it_is_sound(in_loop, lost
     monkeypatch.setattr(cache, "put_executable_and_time", cache.put_executable_and_time)
     assert compile_reordered_anew.__wrapped__()
     assert cache.get_executable_and_time("key", None, None, None) == ((None, None) if lost else (one, 3))
+
+
+@pytest.mark.skipif(not memory_maps(), reason="needs /proc/self/maps")
+def test_dropped_programs_give_their_memory_maps_back():
+    """If they did not, a worker would crash in the midst of a cold run."""
+    drop_programs(0)
+    before = memory_maps()
+    functions = [jax.jit(lambda x, n=n: (x * n).sum()) for n in range(30)]
+    for f in functions:
+        f(1.0)
+    drop_programs(2**20)
+    with_them = memory_maps()
+    assert with_them > before + 60
+    drop_programs(with_them // 2)
+    assert memory_maps() < before + 30

@@ -23,6 +23,7 @@ from jaxscale.interop.pretrained import PRECISIONS
 from jaxscale.interop.stored import FIELD
 from jaxscale.interop.write import plain_tensors, write_tensors
 from jaxscale.models import Learned, TransformerConfig
+from jaxscale.nn import is_softmax
 from jaxscale.run import Run
 from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.state import describe_model
@@ -139,6 +140,11 @@ def export_target(
         raise CheckpointError(
             f"{run.place} has bidirectional attention (Bidirectional), but every family that we export to is "
             "causal; use the module that Run.model() returns"
+        )
+    if not is_softmax(model.attention):
+        raise CheckpointError(
+            f"{run.place} has {type(model.attention).__name__}, but every family that we export to has softmax "
+            "attention; use the module that Run.model() returns"
         )
     if dtype is not None and dtype not in PRECISIONS:
         raise CheckpointError(f"cannot export to dtype = '{dtype}'{near(dtype, PRECISIONS)}")

@@ -8,6 +8,7 @@ from jaxscale.nn.attention import (
     ContextKernel,
     attention_mask,
     dot_product_attention,
+    is_softmax,
 )
 from jaxscale.nn.attention_layer import AttentionLayer, HeadDims, MultiHead, MultiHeadLatent, Projection, Width
 from jaxscale.nn.block import Block, SharesCapacity, reports
@@ -58,6 +59,7 @@ from jaxscale.nn.rotary import (
     rotate,
 )
 from jaxscale.nn.routers import ExpertChoiceRouter, GroupLimit, Router, SigmoidRouter, SoftmaxRouter
+from jaxscale.nn.sigmoid_attention import SigmoidAttention
 from jaxscale.nn.stack import Part, Run
 from jaxscale.nn.stats import Stats, auxiliary_loss, metrics
 from jaxscale.nn.weight_format import WeightFormat
@@ -156,11 +158,13 @@ __all__ = [
     "filled_logits",
     "flash_attention",
     "head_logits",
+    "is_softmax",
     "metrics",
     "project",
     "recurrence",
     "rotate",
     "ScalesByLength",
     "SharesCapacity",
+    "SigmoidAttention",
     "reports",
 ]

@@ -50,6 +50,15 @@ class AttentionKernel(Protocol):
         ...
 
 
+def is_softmax(kernel: object) -> bool:
+    """Return whether a kernel's weights are a softmax of the scores; True if it has no attribute `softmax`.
+
+    Args:
+      kernel: an `AttentionKernel`.
+    """
+    return bool(getattr(kernel, "softmax", True))
+
+
 @runtime_checkable
 class ContextKernel(Protocol):
     """An `AttentionKernel` for sequences that are sharded over devices (context parallelism)."""

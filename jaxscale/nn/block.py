@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxscale.errors import ConfigError
 from jaxscale.layout import constrain
+from jaxscale.nn.attention import is_softmax
 from jaxscale.nn.cache import DecodeState
 from jaxscale.nn.context import Context, dropout
 from jaxscale.nn.memory import POLICIES, MemoryPolicy
@@ -101,8 +102,14 @@ class Block(nnx.Module):
         """What the mixer stores of a sequence between tokens.
 
         Raises:
-          ConfigError: the mixer has no `decode_state`.
+          ConfigError: the mixer has no `decode_state`, or a kernel that caches do not compute.
         """
+        kernel = getattr(self.attn, "kernel", None)
+        if not is_softmax(kernel):
+            raise ConfigError(
+                f"{type(kernel).__name__} cannot generate with a cache, because attention to cached keys is softmax "
+                "attention"
+            )
         state: DecodeState | None = getattr(self.attn, "decode_state", None)
         if state is None:
             name = type(self.attn).__name__

@@ -16,7 +16,7 @@ from pallas_kernels.arguments import as_int32
 from pallas_kernels.flash_attention import flash_attention as _flash_attention
 
 _QUERIES = ("batch", "seq", "heads", "head_dim")
-_WHOLE = {
+WHOLE = {
     "seq": ("needs whole sequences", "RingAttention() or dot_product_attention"),
     "kv_seq": ("needs whole sequences", "dot_product_attention"),
     "head_dim": ("needs whole heads", "dot_product_attention"),
@@ -58,7 +58,7 @@ def flash_attention(
       LayoutError: the layout shards the sequence or `head_dim`, or heads and key heads over different mesh axes.
       KernelError: arguments that the kernel does not support.
     """
-    refuse_split("flash_attention", *_WHOLE)
+    refuse_split("flash_attention", *WHOLE)
 
     def local(q: Array, k: Array, v: Array, segment_ids: Array | None, positions: Array | None) -> Array:
         return _flash_attention(
@@ -164,12 +164,13 @@ def key_heads_read(heads: int, groups: int) -> int:
     return heads if heads % groups and groups % heads else max(1, heads // groups)
 
 
-def refuse_split(name: str, *axes: str) -> None:
+def refuse_split(name: str, *axes: str, softmax: bool = True) -> None:
     """Check that the layout in force does not shard dimensions that an attention needs whole.
 
     Args:
       name: the attention's name, for errors.
       *axes: logical axes.
+      softmax: another softmax attention could take its place.
 
     Raises:
       LayoutError: the layout shards one of them.
@@ -177,8 +178,9 @@ def refuse_split(name: str, *axes: str) -> None:
     layout = current()
     for axis in axes:
         if cut := cut_over(axis):
-            why, instead = _WHOLE[axis]
+            why, instead = WHOLE[axis]
+            other = f", or attention={instead}" if softmax else ""
             raise LayoutError(
                 f"{name} {why}, and the layout {layout} shards '{axis}' over {' and '.join(cut)}; use a mesh "
-                f"without {' and '.join(cut)}, or attention={instead}"
+                f"without {' and '.join(cut)}{other}"
             )

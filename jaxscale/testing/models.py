@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxscale.errors import ConfigError
 from jaxscale.infer.cache import Contiguous, init_cache
 from jaxscale.infer.forward import forward
 from jaxscale.models import (
@@ -101,7 +102,10 @@ def check_mixer(mixer: Mixer, *, tolerance: float = 1e-4, **fields: Any) -> None
 def _decodes(config: Any, model: Any) -> bool:
     if not is_causal(config) or not isinstance(model, Decodable):
         return False
-    return all(hasattr(block.attn, "decode_state") for run in model.runs for block in run.blocks)
+    try:
+        return all(block.decode_state is not None for run in model.runs for block in run.blocks)
+    except ConfigError:
+        return False
 
 
 def _check_language_model(config: Any, model: Any, same: Same) -> None:

@@ -115,11 +115,13 @@ def checked(
         )
     softcap = finite("flash_attention", "softcap", softcap)
     scale = finite("flash_attention", "scale", scale, zero=True)
+    shift = -math.log(t) if kind == "sigmoid" and bias is None else 0.0
+    if kind == "sigmoid" and isinstance(bias, float) and math.isfinite(bias):  # needs no array and no gradient
+        shift, bias = bias, None
     bias = _bias(bias, (b, h, s, t))
     if blocks is not None:
         _check_blocks(blocks, s, t)
     tokens = Tokens(*_tokens("segment_ids", segment_ids, b, s, t), *_tokens("positions", positions, b, s, t))
-    shift = -math.log(t) if kind == "sigmoid" and bias is None else 0.0
     return (
         Inputs(q, k, v, bias, tokens),
         Mask(bool(causal), None if window is None else int(window), blocks),

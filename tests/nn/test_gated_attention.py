@@ -8,7 +8,7 @@ from flax import nnx
 
 import jaxscale as js
 from jaxscale.nn import Context, GatedMultiHead, MultiHead, dot_product_attention
-from jaxscale.testing import check_mixer
+from jaxscale.testing import check_mixer, compare_layouts
 from tests.truth import numpy_transformer as truth
 
 WIDTH, HEADS, KV_HEADS, DIM, SEQ = 12, 4, 2, 6, 7
@@ -30,8 +30,16 @@ def test_gated_attention_equals_float64_numpy(by_head):
 
 @pytest.mark.long
 @pytest.mark.parametrize("by_head", [False, True])
-def test_gated_attention_keeps_documents_apart_and_decodes_on_every_layout(by_head):
+def test_gated_attention_keeps_documents_apart_and_decodes(by_head):
     check_mixer(GatedMultiHead(by_head=by_head), kv_heads=2)
+
+
+@pytest.mark.parametrize("by_head", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_gated_attention_trains_alike_on_every_layout(by_head):
+    config = js.models.Transformer.Config(
+        depth=1, width=16, heads=4, kv_heads=2, head_dim=4, vocab=32, hidden=16, attention_layer=GatedMultiHead(by_head)
+    )
+    compare_layouts(config, [js.Layout("data=2,fsdp=2,tensor=2")]).check()
 
 
 def test_the_gates_count_as_parameters_and_flops():

@@ -13,16 +13,20 @@ import time
 import types
 from pathlib import Path
 
+import jax
 import pytest
 from rich.console import Console
 
 import jaxscale as js
 from jaxscale.cli import main
 from jaxscale.nn import dot_product_attention
+from jaxscale.nn.formats import Stored
+from jaxscale.step.state import describe_model
 from jaxscale.train import files
 from jaxscale.train.goodput import Goodput
 from jaxscale.train.loop import Loop
 from jaxscale.train.report import Reporter
+from jaxscale.units import human_bytes
 from tests.truth.runs import BIGRAM, MESH, ROOT, STEPS, start, stop_after, write_gin
 
 pytestmark = pytest.mark.once
@@ -261,6 +265,22 @@ def test_sample_is_the_same_for_the_same_seed(run, finished_run):
     two = run("sample", finished_run.path, "--prompt", "def ", "--tokens", "8", "--seed", "1")
     assert one[:2] == two[:2] and "tokens/s" in one[2]  # which is not the same
     assert one[0] == 0 and one[1].startswith("def ")
+
+
+def test_sample_compares_a_weight_format_with_plain_arrays_in_one_process(run, finished_run):
+    words = ("sample", finished_run.path, "--prompt", "def ", "--tokens", "8", "--compare")
+    code, _, errors = run(*words, "--weights", "int8")
+    lines = [line for line in errors.splitlines() if "tokens/s (8 tokens)" in line]
+    assert code == 0 and [line.partition(": ")[2].partition(":")[0] for line in lines] == [
+        "with --weights int8",
+        "without",
+    ]
+    infos = [describe_model(finished_run.config.model)[1]]
+    infos.insert(0, Stored("int8").infos(infos[0]))
+    for line, tree in zip(lines, infos, strict=True):
+        assert f"{human_bytes(sum(i.nbytes for i in jax.tree.leaves(tree)))} of parameters" in line
+    code, _, errors = run(*words)
+    assert code == 2 and "add --weights, such as --weights int8" in errors
 
 
 def test_sample_without_temperature_is_the_runs_own(run, finished_run):

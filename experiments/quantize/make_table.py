@@ -11,7 +11,7 @@ BEGIN, END = "<!-- table -->\n", "<!-- end of the table -->"
 
 DEFAULTS = (
     r", (weights|power|steps|strength|damping|widths)=.*?(?=, \w+=|\))", r", (clip|beta|growth|iterations)=[\w.]+",
-    r", by_activation=False", r", dtype='bfloat16'", r", activations=4(?=, recipe)",
+    r", activations=6(?=\))", r", by_activation=False", r", dtype='bfloat16'", r", activations=4(?=, recipe)",
 )  # fmt: skip
 """Settings that are as they come."""
 

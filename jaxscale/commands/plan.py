@@ -126,7 +126,12 @@ def add(commands: Any) -> None:
     )
     weights_argument(parser)
     cache_argument(parser)
-    parser.add_argument("--rows", type=int, metavar="N", help="with --serve: sequences decoded at once (default 8)")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        metavar="N",
+        help="with --serve: sequences decoded at once on each device that shards the batch (default 8)",
+    )
     parser.add_argument("--length", type=int, metavar="N", help="with --serve: tokens of each (default: seq_len)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run_command=run)

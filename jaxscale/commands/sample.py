@@ -85,6 +85,11 @@ def add(commands: Any) -> None:
         help="for models larger than device memory: load layers one at a time from host memory or from disk",
     )
     weights_argument(parser)
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="afterwards generate again with --weights and without, and print tokens per second and bytes of both",
+    )
     cache_argument(parser)
     layout_arguments(parser)
     parser.set_defaults(run_command=run)
@@ -110,6 +115,12 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         raise ConfigError(f"-n {args.n}: must be at least 1")
     if args.rows < 1:
         raise ConfigError(f"--rows {args.rows}: must be at least 1")
+    if args.compare and weights is None:
+        raise ConfigError(
+            "--compare measures --weights beside the run without it; add --weights, such as --weights int8"
+        )
+    if args.compare and (other := "draft" if args.draft else "stream-layers" if args.stream_layers else None):
+        raise ConfigError(f"--compare measures one model on its devices; leave out --{other}")
     if args.logprobs and not args.json:
         raise ConfigError("--logprobs is printed with --json only; add --json")
     sampling = {name: getattr(args, name) for name in CHOICE if getattr(args, name) is not None}
@@ -160,7 +171,27 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     if draft is not None and not args.json:
         share = printer.last.acceptance or 0.0
         print(f"jaxscale: {share:.0%} of the drafted tokens were accepted", file=sys.stderr)
+    if args.compare:
+        _compare(trained, inputs, [s for _, s in requests], weights, args.weights, layout=layout, step=args.step,
+                 rows=args.rows, cache=options.get("cache"))  # fmt: skip
     return 0
+
+
+def _compare(trained: Any, inputs: Any, settings: Any, weights: Any, name: str, **options: Any) -> None:
+    """Print tokens per second and bytes with a weight format and without."""
+    from jaxscale.infer.rates import rates
+    from jaxscale.units import human_bytes
+
+    few, plain = rates(trained, inputs, settings, [weights, None], **options)
+    for what, rate in ((f"with --weights {name}", few), ("without", plain)):
+        peak = "" if rate.peak is None else f", at most {human_bytes(rate.peak)} of memory on a device so far"
+        print(
+            f"jaxscale: {what}: {rate.tokens_per_second:.4g} tokens/s ({rate.tokens} tokens), "
+            f"{human_bytes(rate.parameters)} of parameters{peak}",
+            file=sys.stderr,
+        )
+    speed, size = few.tokens_per_second / plain.tokens_per_second, few.parameters / plain.parameters
+    print(f"jaxscale: {name} has {speed:.2f} times the speed and {size:.2f} times the bytes", file=sys.stderr)
 
 
 def _sampling(trained: Any, options: dict[str, Any]) -> dict[str, Any]:

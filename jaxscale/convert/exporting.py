@@ -206,8 +206,8 @@ def _config(family: Family, model: TransformerConfig, source: dict[str, Any], le
         return config
     tokens = {k: v for k, v in source.items() if k.endswith("_token_id")}
     if not tokens:
-        end = run.end_ids[0]
-        tokens = {"bos_token_id": end, "eos_token_id": end} if end < model.vocab else {}
+        ends = [end for end in run.end_ids[:1] if end < model.vocab]
+        tokens = {f"{name}_token_id": end for end in ends for name in ("bos", "eos")}
     return {**family.json(model, length), **tokens}
 
 

@@ -224,6 +224,11 @@ def _quantize_layers(
     say: Callable[[str], None],
 ) -> None:
     infos = layers.infos
+    missing = [place for place in layers.order if not work.has(*place)]
+    if missing:
+        rows = sum(len(next(iter(b.values()))) for b in batches)
+        after = f" after {rows} calibration rows are embedded" if recipe.reads_inputs else ""
+        say(f"{len(missing)} of {len(layers.order)} layers are to be rounded{after}; the first one also compiles")
     calibration, graphdef = None, None
     if recipe.reads_inputs:
         graphdef, _ = describe_model(observable(config.model))
@@ -231,7 +236,6 @@ def _quantize_layers(
         calibration.begin(layers.rest)
     names = list(infos["runs"])
     stored = recipe.format.infos(infos)
-    missing = [place for place in layers.order if not work.has(*place)]
     try:
         if not missing:
             return

@@ -106,8 +106,10 @@ class Companions:
     def end_ids(self) -> tuple[int, ...]:
         """Token ids that end a completion: the generation config's, else config.json's, else the tokenizer's.
 
+        Without a tokenizer there may be none: sequences of ids then end at `max_tokens`.
+
         Raises:
-          DataError: no file names one.
+          DataError: a file names something else than ids.
         """
         for name in (GENERATION, CONFIG):
             value = self._json(name).get("eos_token_id")
@@ -117,7 +119,7 @@ class Companions:
             if not ids or not all(map(reading.is_whole, ids)):
                 raise DataError(f"{self.folder / name} has eos_token_id = {short(value)}, which is not a token id")
             return tuple(ids)
-        return (self.tokenizer.eos_id,)
+        return (self.tokenizer.eos_id,) if (self.folder / "tokenizer.json").is_file() else ()
 
     @cached_property
     def choice(self) -> dict[str, Any]:

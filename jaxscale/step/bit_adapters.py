@@ -13,10 +13,10 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError, near
+from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout, TensorInfo
 from jaxscale.nn import WeightFormat, as_weight
-from jaxscale.nn.formats import FORMATS
+from jaxscale.nn.formats.presets import FORMATS, named
 from jaxscale.nn.linear import truncated_std
 from jaxscale.nn.many_bits import ManyBits
 from jaxscale.step.adaptation import Adapters
@@ -55,9 +55,7 @@ class BitAdapters(Adapters):
     def __post_init__(self) -> None:
         if len(self.formats) < 2:
             raise ConfigError(f"BitAdapters.formats = {self.formats!r}: must be two or more; for one use @LoRA()")
-        for f in self.formats:
-            if isinstance(f, str) and f not in FORMATS:
-                raise ConfigError(f"BitAdapters.formats has '{f}', which does not exist{near(f, FORMATS)}")
+        object.__setattr__(self, "formats", tuple(named(f, "BitAdapters.formats") for f in self.formats))
         object.__setattr__(self, "targets", LoRA(self.rank, self.alpha, targets=self.targets).targets)
         if not isinstance(self.served, int):
             object.__setattr__(self, "served", tuple(self.served))

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError, near
+from jaxscale.errors import ConfigError
 from jaxscale.layout.tensors import Tree
 from jaxscale.nn.formats import FORMATS, Stored, StoredWeight
+from jaxscale.nn.formats.presets import named
 from jaxscale.step.callbacks import Callback, Running
 from jaxscale.step.state import describe_model
 from jaxscale.step.user_metrics import log
@@ -40,9 +41,7 @@ class FlipRate(Callback):
     _last: dict[str, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.weights, str) and self.weights not in FORMATS:
-            hint = near(self.weights, FORMATS) or f"; there are {', '.join(FORMATS)}"
-            raise ConfigError(f"FlipRate.weights: there is no weight format '{self.weights}'{hint}")
+        object.__setattr__(self, "weights", named(self.weights, "FlipRate.weights"))
         if self.every < 1:
             raise ConfigError(f"FlipRate.every = {self.every}: must be at least 1")
 

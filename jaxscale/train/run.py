@@ -145,10 +145,10 @@ class RunFolder:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Token ids that end a completion.
+        """Token ids that end a completion; none if an imported checkpoint names none and has no tokenizer.
 
         Raises:
-          DataError: an imported checkpoint does not name any.
+          DataError: a file of an imported checkpoint names something else than ids.
         """
         imported = self.imported
         return (self.config.tokenizer.eos_id,) if imported is None else imported.end_ids

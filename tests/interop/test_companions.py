@@ -87,6 +87,9 @@ def test_without_a_tokenizer_there_are_ids_only(folder):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(DataError, match="has no tokenizer.json, so only token ids can be used"):
         Companions(folder).prompt_ids("a")
+    for name in ("config.json", "generation_config.json"):
+        (folder / name).unlink(missing_ok=True)
+    assert Companions(folder).end_ids == ()  # and ids run to max_tokens
 
 
 def test_all_of_them_travel_byte_for_byte_and_nothing_else(tmp_path):

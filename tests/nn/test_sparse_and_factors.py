@@ -131,3 +131,10 @@ def test_settings_that_do_not_fit_are_one_sentence():
         Factors(17).covers(info)
     with raises_saying(ConfigError, "LowRank.bits has no effect; set LowRank.rank"):
         LowRank(bits=2)
+
+
+@pytest.mark.parametrize("form", [Sparse(0.9), MixedBlocks(), Stored("int4", group=16), Stored("nf4")])
+def test_a_nan_does_not_vanish_when_a_matrix_is_converted_alone(form):
+    w = RNG.normal(size=(128, OUT)).astype(np.float32)
+    w[3, 5] = np.nan
+    assert np.isnan(form.encode(jnp.asarray(w), (-2,)).dense()).any()

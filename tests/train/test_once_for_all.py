@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jaxscale as js
+from jaxscale import config
 from jaxscale.convert.merge import merge, serving
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import Layout
@@ -51,6 +52,15 @@ def test_a_run_served_in_one_format_is_lora_beside_weights_stored_in_it(served):
     got = layers.over(trained, frozen)
     np.testing.assert_allclose(hidden(got), hidden(want), atol=1e-5)
     np.testing.assert_allclose(hidden(layers.merged(trained, frozen)), hidden(want), atol=1e-4)
+
+
+def test_formats_that_are_named_by_text_have_the_group_that_a_binding_sets():
+    bindings = ["int2.group = 8", "BitAdapters.formats = ('int2', 'int4')", "Rounded.weights = 'int2'"]
+    with config.isolated():
+        config.load([], bindings)
+        adapters, rounded = config.call("BitAdapters"), config.call("Rounded")
+    assert adapters.formats == (Stored("int2", group=8, scale="bfloat16"), "int4")
+    assert rounded.format == adapters.formats[0] and BitAdapters().formats == ("int2", "int3", "int4")
 
 
 def test_each_layer_has_the_format_that_is_chosen_for_it_and_only_its_adapter_a_gradient():

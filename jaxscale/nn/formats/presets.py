@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from jaxscale.config import register
+from jaxscale.config import call, register
+from jaxscale.errors import ConfigError, near
 from jaxscale.nn.formats.stored import Stored
+from jaxscale.nn.weight_format import WeightFormat
 
 _OF_TENSOR = Stored("e4m3")  # scales of 8 bits with a float32 factor for each matrix
 _TWICE = Stored("e4m3", group=256, centred=True)
@@ -96,6 +98,26 @@ def _preset(name: str) -> Callable[..., Stored]:
 
 PRESETS = {name: register(_preset(name), name=name) for name in FORMATS}
 """Functions that return the formats, as they are registered."""
+
+
+def named(weights: WeightFormat | str, setting: str) -> WeightFormat | str:
+    """Return a format's name, or the format itself where a binding changes it (`int2.group = 64`).
+
+    Args:
+      weights: a format, which is returned as it is, or a name.
+      setting: what it is a value of, for the message.
+
+    Raises:
+      ConfigError: there is no format of this name.
+    """
+    if not isinstance(weights, str):
+        return weights
+    if weights not in FORMATS:
+        hint = near(weights, FORMATS) or f"; there are {', '.join(FORMATS)}"
+        raise ConfigError(f"{setting}: there is no weight format '{weights}'{hint}")
+    made = call(weights)
+    assert isinstance(made, Stored)
+    return weights if made == FORMATS[weights][0] else made
 
 
 @register

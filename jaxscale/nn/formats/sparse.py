@@ -143,6 +143,7 @@ class Sparse(WeightFormat):
         blocks = kernel.reshape(*stack, n // self.group, self.group, columns, self.outputs)
         if scores is None:
             scores = jnp.sum(blocks.astype(jnp.float32) ** 2, (-3, -1))
+        scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)  # stored first, so that NaN does not vanish
         rows = n // self.group - int(self.share * (n // self.group) + 1e-9)
         best = jnp.sort(jnp.argsort(-scores, axis=at)[(slice(None),) * at + (slice(rows),)], axis=at)
         values = jnp.take_along_axis(blocks, best[..., None, :, None], axis=at).astype(self.dtype)

@@ -299,12 +299,12 @@ def dimensions(rank: int, contracted: tuple[int, ...]) -> tuple[tuple[int, ...],
 
 
 def above_zero(scale: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return scales with 1 in place of 0, for groups of zeros.
+    """Return scales with 1 in place of 0, for groups of zeros; NaN stays.
 
     Args:
       scale: at least 0.
     """
-    return jnp.where(scale > 0, scale, 1.0)
+    return jnp.where(scale == 0, 1.0, scale)
 
 
 def _power_of_two(largest: Array, top: float) -> Array:

@@ -11,11 +11,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError, near
+from jaxscale.errors import ConfigError
 from jaxscale.layout import TensorInfo
 from jaxscale.nn.formats.blocks import block_of
 from jaxscale.nn.formats.numbers import numbers_of
-from jaxscale.nn.formats.presets import FORMATS
+from jaxscale.nn.formats.presets import FORMATS, named
 from jaxscale.nn.formats.stored import Stored, dimensions
 from jaxscale.nn.products.base import Products
 from jaxscale.nn.weight_format import WeightFormat
@@ -48,9 +48,8 @@ class Rounded(Products):
     activations: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.weights, str) and self.weights not in FORMATS:
-            hint = near(self.weights, FORMATS) or f"; there are {', '.join(FORMATS)}"
-            raise ConfigError(f"Rounded.weights: there is no weight format '{self.weights}'{hint}")
+        if isinstance(self.weights, str):
+            object.__setattr__(self, "weights", named(self.weights, "Rounded.weights"))
         if not isinstance(self.weights, str | WeightFormat | None):
             raise ConfigError(f"Rounded.weights = {self.weights!r}: must be a weight format, such as @int4(), or None")
         if self.activations is not None:

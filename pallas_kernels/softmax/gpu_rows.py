@@ -8,6 +8,7 @@ later row of the block as soon as its result has left. Several short rows are in
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ RESERVED = 11264  # bytes of shared memory for merging, barriers and what Mosaic
 _PER_SM = 233472  # bytes of shared memory of a multiprocessor
 _REGISTERS = 80  # per thread, rounded up from ptxas' report; limits the blocks per multiprocessor
 _DEPTH = 4  # most rows of a block in flight at a time
+_BARRIERS = 32  # most that Mosaic makes in a group; each slot has one
 
 
 def most_columns(dtype: str, inputs: int) -> int:
@@ -117,17 +119,19 @@ class Cut:
         at, layout = pl.ds(line, lines), self.layout(lines)
         return tuple(plgpu.load(s.at[at], layout=layout).astype(jnp.float32) for s in slots)
 
-    def splat(self, value: float) -> Any:
-        """Return a tile of registers that all hold one number."""
-        full = jnp.full((self.tile, self.width), value, jnp.float32)
-        return plgpu.layout_cast(full, self.layout(self.tile))
+    def splat(self, value: float, lines: int | None = None, dtype: Any = jnp.float32) -> Any:
+        """Return registers for a tile, or so many lines, that all hold one number."""
+        lines = self.tile if lines is None else lines
+        vector = math.gcd(self.vector, lines * self.width // 128)  # jax 0.11.2 would choose one that does not divide
+        layout = plgpu.Layout.WG_STRIDED((lines, self.width), vec_size=vector)
+        return plgpu.layout_cast(jnp.full((lines, self.width), value, dtype), layout)
 
 
 def cut_for(columns: int, dtype: Any, inputs: int, warpgroups: int) -> Cut:
     """Return how to cut a row, among at most `warpgroups`: as many as fit without leaving many slots empty."""
     size = jnp.dtype(dtype).itemsize
     cuts = [Cut(columns, size, n, piece) for n in range(warpgroups, 0, -1) for piece in (PIECE, PIECE // 2)]
-    fits = [c for c in cuts if c.bytes * inputs <= SHARED_MEMORY - RESERVED]
+    fits = [c for c in cuts if c.bytes * inputs <= SHARED_MEMORY - RESERVED and c.each * c.warpgroups <= _BARRIERS]
     return min(fits, key=lambda c: (c.each * c.warpgroups > c.pieces + c.pieces // 4, -c.warpgroups, -c.piece))
 
 
@@ -165,7 +169,8 @@ class Plan:
     def depth(self) -> int:
         """Rows of a block in shared memory at a time."""
         capacity = min(SHARED_MEMORY, _PER_SM // self.resident) - RESERVED
-        return max(1, min(_DEPTH, capacity // self.row_bytes, -(-self.rows // self.blocks)))
+        most = min(_DEPTH, capacity // self.row_bytes, _BARRIERS // self.per_row)
+        return max(1, min(most, -(-self.rows // self.blocks)))
 
     @property
     def per_row(self) -> int:
@@ -324,7 +329,7 @@ class Block:
 
         def fill(start: int) -> None:
             for store, value in zip(self.at(slot), self.sweep.pads, strict=True):
-                store[pl.ds(start, cut.lines - start)] = jnp.full((cut.lines - start, cut.width), value, store.dtype)
+                store[pl.ds(start, cut.lines - start)] = cut.splat(value, cut.lines - start, store.dtype)
 
         if cut.rest:
             pl.when(piece == cut.pieces - 1)(lambda: fill(cut.rest))

@@ -42,9 +42,7 @@ def row_sums(target: Target, x: jax.Array, *, warpgroups: int, slots: int, split
                 plgpu.copy_gmem_to_smem(source.at[row, pl.ds(piece * cut.lines, count)], into, arrived.at[slot])
 
             def fill(start: int) -> None:
-                store[slot, pl.ds(start, cut.lines - start)] = jnp.full(
-                    (cut.lines - start, cut.width), -jnp.inf, x.dtype
-                )
+                store[slot, pl.ds(start, cut.lines - start)] = cut.splat(-jnp.inf, cut.lines - start, x.dtype)
 
             pl.when(piece < (cut.pieces - 1 if cut.rest else cut.pieces))(lambda: bring(cut.lines))
             if cut.rest:

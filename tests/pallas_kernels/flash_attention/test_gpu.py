@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 
@@ -10,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.aot import kernel_reports
+from pallas_kernels.aot import compile_kernel, kernel_reports
 from pallas_kernels.dispatch import JAX_VERSION, KernelError, Target, interpreted, on_device
-from pallas_kernels.flash_attention import Blocks, flash_attention
+from pallas_kernels.flash_attention import NAMES, Blocks, flash_attention
 from pallas_kernels.flash_attention.gpu_walk import Walk
 from pallas_kernels.flash_attention.masks import FULL, SKIP, visits
 from pallas_kernels.gate import configurations
@@ -151,3 +152,20 @@ def test_lowering_for_a_gpu_chooses_its_kernels(kind, deterministic, kernels):
     with on_device(kind):
         text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     assert len(re.findall(r"custom_call @\S*mosaic_gpu\S*\(", text)) == kernels
+
+
+@pytest.mark.gpu_aot
+def test_the_forward_pass_of_scanned_layers_runs_once_where_its_output_is_saved():
+    saved = jax.checkpoint_policies.save_only_these_names(*NAMES)
+
+    def loss(x, weights):
+        @functools.partial(jax.checkpoint, policy=saved)
+        def layer(x, w):
+            y = jnp.einsum("bshd,de->bshe", x, w)
+            return x + jnp.einsum("bshd,de->bshe", flash_attention(y, y, y, causal=True), w), None
+
+        return jax.lax.scan(layer, x, weights)[0].astype(jnp.float32).sum()
+
+    x, weights = jax.ShapeDtypeStruct((1, 256, 2, 128), "bfloat16"), jax.ShapeDtypeStruct((3, 128, 128), "bfloat16")
+    text = compile_kernel(jax.grad(loss, (0, 1)), x, weights, topology="h200").as_text()
+    assert len(re.findall(r"custom-call\(.*flash_forward", text)) == 1

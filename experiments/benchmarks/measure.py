@@ -175,9 +175,9 @@ def facts(device: str) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the repository's commit, with "-dirty" when tracked files differ.
+    """Return the value of `BENCHMARK_COMMIT`, or the repository's commit, with "-dirty" when tracked files differ.
 
-    In a copy without history: the value of `BENCHMARK_COMMIT`, or "uncommitted" where that is not set.
+    The variable is for copies without the repository's history; "uncommitted" where such a copy has no value.
     """
 
     def git(*arguments: str) -> str | None:
@@ -187,9 +187,11 @@ def commit() -> str:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
+    if named := os.environ.get("BENCHMARK_COMMIT"):
+        return named
     head = git("rev-parse", "--short=12", "HEAD")
     if not head:
-        return os.environ.get("BENCHMARK_COMMIT", "uncommitted")
+        return "uncommitted"
     dirty = git("status", "--porcelain", "--untracked-files=no", "--", "jaxscale", "pallas_kernels")
     return f"{head}-dirty" if dirty else head
 

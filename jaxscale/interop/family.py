@@ -129,6 +129,7 @@ def _meaning(c: TransformerConfig) -> dict[str, Any]:
     meaning["attention_layer"] = _merged([layer.mixer for layer in layers])
     meaning["mlp"] = _merged([_forward(layer.mlp, c.sizes.hidden) for layer in layers])
     meaning["windows"] = tuple(layer.window for layer in layers)
+    meaning["rotary"] = _merged([layer.rotary for layer in layers])
     if all(isinstance(layer.mlp, MixtureOfExperts) for layer in layers):
         meaning["hidden"] = None  # not used by any layer: experts have their own
     if all(w is None for w in meaning["windows"]):

@@ -87,6 +87,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "original_max_position_embeddings": (lambda value: reading.is_whole(value, 1), "a size"),
     "max_position_embeddings": (lambda value: reading.is_whole(value, 1), "a size"),
     "layer_types": (_list_of(lambda value: isinstance(value, str)), "a list of names"),
+    "no_rope_layers": (_list_of(lambda value: value in (0, 1)), "a list of 0 and 1"),
     "mlp_only_layers": (_list_of(reading.is_whole), "a list of layers"),
     "rope_parameters": (_is_object, "an object"),
     "rope_scaling": (_is_object, "an object"),

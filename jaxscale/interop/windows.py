@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxscale.errors import CheckpointError, near
 from jaxscale.interop.fields import Fields
 from jaxscale.models import TransformerConfig
+
+T = TypeVar("T")
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -34,10 +36,10 @@ def by_types(c: Fields, types: Sequence[str], window: int | None) -> tuple[int |
     return shortest([window if t == SLIDING else None for t in types])
 
 
-def shortest(windows: Sequence[int | None]) -> tuple[int | None, ...]:
-    """Return the shortest pattern that gives each layer's window when it is repeated."""
-    n = len(windows)
-    return next(tuple(windows[:p]) for p in range(1, n + 1) if all(windows[i] == windows[i % p] for i in range(n)))
+def shortest(layers: Sequence[T]) -> tuple[T, ...]:
+    """Return the shortest pattern that gives each layer's window, or other values, when it is repeated."""
+    n = len(layers)
+    return next(tuple(layers[:p]) for p in range(1, n + 1) if all(layers[i] == layers[i % p] for i in range(n)))
 
 
 def types_json(m: TransformerConfig) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from jaxscale.models.presets import (
     phi3_mini,
     qwen3,
     sheared_llama_1_3b,
+    smollm3_3b,
 )
 from jaxscale.models.transformer import Transformer
 from jaxscale.models.transformer_config import TransformerConfig
@@ -60,4 +61,5 @@ __all__ = [
     "phi3_mini",
     "qwen3",
     "sheared_llama_1_3b",
+    "smollm3_3b",
 ]

@@ -24,11 +24,14 @@ class BlockConfig:
       mixer: makes the layer that mixes tokens; `None` is `Transformer.attention_layer`.
       mlp: makes the feed-forward layer; `None` is `Transformer.mlp`.
       window: the attention window in tokens; `None` is the whole sequence.
+      rotary: rotate queries and keys by the model's rotary positions; `False` is attention without positions (NoPE,
+        Kazemnejad et al. 2023).
     """
 
     mixer: Mixer | None = None
     mlp: Callable[..., FeedForward | Experts] | None = None
     window: int | None = None
+    rotary: bool = True
 
 
 class LayerSpec(NamedTuple):
@@ -37,3 +40,4 @@ class LayerSpec(NamedTuple):
     mixer: Mixer
     mlp: Callable[..., FeedForward | Experts]
     window: int | None
+    rotary: bool = True

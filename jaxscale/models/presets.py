@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, near
+from jaxscale.models.block_config import BlockConfig
 from jaxscale.models.positions import Learned
 from jaxscale.models.transformer_config import TransformerConfig
 from jaxscale.nn import (
@@ -304,3 +305,22 @@ def gemma3(**changes: Any) -> TransformerConfig:
         memory="full",
     )
     return _changed(config, "gemma3", changes)
+
+
+@register
+def smollm3_3b(**changes: Any) -> TransformerConfig:
+    """SmolLM3 3B (Bakouch et al. 2025): every fourth layer has no positions."""
+    config = TransformerConfig(
+        depth=36,
+        vocab=128256,
+        width=2048,
+        heads=16,
+        kv_heads=4,
+        hidden=11008,
+        positions=Rotary(5000000.0),
+        blocks=(BlockConfig(), BlockConfig(), BlockConfig(), BlockConfig(rotary=False)),
+        tied=True,
+        dtype="bfloat16",
+        memory="full",
+    )
+    return _changed(config, "smollm3_3b", changes)

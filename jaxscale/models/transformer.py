@@ -284,7 +284,7 @@ def _make_group(c: TransformerConfig, group: Sequence[LayerSpec], rngs: nnx.Rngs
             z.kv_heads,
             z.head_dim,
             kernel=c.attention,
-            rotary=rotary_of(positions),
+            rotary=rotary_of(positions) if layer.rotary else None,
             window=layer.window,
             softcap=c.attention_softcap,
             scale=c.attention_scale if c.widening is None else c.widening.attention_scale,

@@ -21,6 +21,7 @@ from jaxscale.nn import (
     Embedding,
     MemoryPolicy,
     MixtureOfExperts,
+    Rotary,
     SwiGLU,
 )
 from jaxscale.nn.products import rules_of
@@ -119,6 +120,14 @@ def check_transformer(c: TransformerConfig) -> None:
                 f"Block.window = {b.window} has no effect with {type(b.mixer).__name__}, which is not attention; "
                 "remove it"
             )
+        if not b.rotary:
+            if b.mixer is not None and not b.mixer.windowed:
+                why = f"{type(b.mixer).__name__}, which is not attention"
+            elif c.local_positions is None and not isinstance(c.positions, Rotary):
+                why = f"Transformer.positions = {c.positions!r}, which is not rotary"
+            else:
+                continue
+            raise ConfigError(f"Block.rotary = False has no effect with {why}; remove it")
     if not 0.0 <= c.dropout < 1.0:
         raise ConfigError(f"Transformer.dropout = {c.dropout}: must be at least 0 and below 1")
     for name in ("dtype", "param_dtype"):

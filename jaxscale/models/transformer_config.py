@@ -323,7 +323,9 @@ class TransformerConfig:
     def layer_specs(self) -> list[LayerSpec]:
         """Return the parts of every layer."""
         if self.blocks:
-            specs = [LayerSpec(b.mixer or self.attention_layer, b.mlp or self.mlp, b.window) for b in self.blocks]
+            specs = [
+                LayerSpec(b.mixer or self.attention_layer, b.mlp or self.mlp, b.window, b.rotary) for b in self.blocks
+            ]
             return [specs[i % len(specs)] for i in range(self.depth)]
         after = range(1 - self.dense_layers, self.depth + 1 - self.dense_layers)  # 1 is the first after the dense ones
         mlps = [self.mlp if i > 0 and i % self.mlp_every == 0 else self.dense_mlp for i in after]

@@ -285,11 +285,12 @@ def _between(config: TrainConfig, at: _Place) -> list[Op]:
     stream = tokens * z.width * model.depth * at.share("batch", "residual_seq", "layers")
     rotated = (Width("heads", z.heads), Width("kv_heads", z.kv_heads))
     heads = sum(p.size * at.share("batch", "seq", p, "layers") for p in rotated) * tokens * z.rotary_dim * model.depth
+    rotated_layers = sum(layer.rotary for layer in model.layer_specs())
     norms = (1 if model.parallel else 2) * model.pre_norm + 2 * model.post_norm
     again = at.again["mlp_up"]  # recomputing the hidden layer recomputes everything before it
     elements = {
         "norms": 4 * norms * stream,  # read a branch and the stream, write their sum and its norm
-        "rotary": 2 * heads if model.positions is not None else 0.0,
+        "rotary": 2 * heads * rotated_layers / model.depth if model.positions is not None else 0.0,
         "gates": 0.0,
         "dispatch": 0.0,
     }

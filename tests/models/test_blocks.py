@@ -16,7 +16,17 @@ from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.interop import same_model
 from jaxscale.layout import Layout, Pipeline
 from jaxscale.models import BlockConfig, TransformerConfig
-from jaxscale.nn import GELU, Context, GatherAttention, GeGLU, Mixer, MixtureOfExperts, RingAttention, SwiGLU
+from jaxscale.nn import (
+    GELU,
+    Bidirectional,
+    Context,
+    GatherAttention,
+    GeGLU,
+    Mixer,
+    MixtureOfExperts,
+    RingAttention,
+    SwiGLU,
+)
 from jaxscale.optim import MuP
 from jaxscale.plan import estimate, plan_for
 from jaxscale.plan.communication import predict
@@ -122,6 +132,8 @@ def test_a_mixed_stack_counts_every_layers_parameters_and_products():
     [
         (dict(windows=(4, None)), ["Transformer.windows has no effect with Transformer.blocks"]),
         (dict(blocks=(BlockConfig(mixer=GatedRecurrence(), window=4),)), ["Block.window = 4", "GatedRecurrence"]),
+        (dict(blocks=(dataclasses.replace(LINEAR, rotary=False),)), ["Block.rotary = False", "GatedRecurrence"]),
+        (dict(blocks=(BlockConfig(rotary=False),), positions=None), ["Block.rotary = False", "positions = None"]),
         (dict(blocks=(BlockConfig(window=0),)), ["Block.window = 0", "at least 1"]),
         (dict(blocks=(GatedRecurrence(),)), ["Transformer.blocks", "BlockConfig"]),
         (dict(blocks=(BlockConfig(mixer=len),)), ["Block.mixer = len", "called as (width, heads"]),
@@ -210,3 +222,22 @@ def test_a_mixed_stack_is_planned_by_compiling():
     plan = plan_for(RUN, "v5e:2x4")
     assert plan.compiled is not None and plan.bytes == plan.compiled.bytes
     assert any("GatedRecurrence" in note and "traced step" in note for note in plan.notes)
+
+
+def test_a_block_without_rotary_positions_does_not_see_the_order_of_its_tokens():
+    """Without a causal mask such a layer treats a row as a set: in another order, tokens get the same hidden states."""
+    nope = dataclasses.replace(MIXED, depth=2, attention=Bidirectional(), blocks=(BlockConfig(rotary=False),))
+    order, tokens = np.random.default_rng(0).permutation(12), np.arange(12)[None]
+    for model, same in ((nope, True), (dataclasses.replace(nope, blocks=(BlockConfig(rotary=False), FULL)), False)):
+        graphdef, infos = describe_model(model)
+        hidden = jax.jit(lambda p, t, g=graphdef: nnx.merge(g, p).hidden(t))
+        params = random_params(infos)
+        apart = jnp.abs(hidden(params, tokens)[:, order] - hidden(params, tokens[:, order])).max()
+        assert (float(apart) < 1e-4) is same
+
+
+@pytest.mark.long
+def test_layers_with_and_without_rotary_positions_train_to_one_devices_numbers():
+    config = dataclasses.replace(MIXED, depth=4, blocks=(BlockConfig(window=5), BlockConfig(rotary=False)))
+    batch = random_batch(64, seq=8, lengths=(4, 1, 2))
+    assert_layouts_agree(config, [Layout("context=2,tensor=2,fsdp=2")], batch=batch)

@@ -27,6 +27,7 @@ from jaxscale.models import (
     phi3_mini,
     qwen3,
     sheared_llama_1_3b,
+    smollm3_3b,
 )
 from jaxscale.nn import GELU, GeGLU, GroupLimit, MixtureOfExperts, MultiHeadLatent, SoftmaxRouter
 from jaxscale.step.state import describe_model
@@ -47,6 +48,7 @@ PUBLISHED = {
     gemma3: 3_880_263_168,
     phi3_mini: 3_821_079_552,
     sheared_llama_1_3b: 1_345_423_360,
+    smollm3_3b: 3_075_098_624,
 }
 
 

@@ -73,6 +73,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3Text",
         dict(_GEMMA, sliding_window_pattern=2, rope_scaling={"rope_type": "linear", "factor": 8.0}),
     ),
+    "smollm3": (
+        "SmolLM3",
+        dict(_GROUPED, num_hidden_layers=5, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=7),
+    ),
     "olmo2": ("Olmo2", dict(_GROUPED)),
     # every sequence is longer than the original length of the first, and shorter than that of the second
     "phi3": ("Phi3", dict(_SIZES, rope_scaling=_LONG, original_max_position_embeddings=8, sliding_window=7)),

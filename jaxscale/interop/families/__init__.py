@@ -16,6 +16,7 @@ from jaxscale.interop.families import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    smollm3,
 )
 from jaxscale.interop.family import Family
 
@@ -23,6 +24,7 @@ FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
     mistral.FAMILY,
     mixtral.FAMILY,
+    smollm3.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,
     qwen2_moe.FAMILY,

@@ -2,7 +2,8 @@
 
 A block of one warpgroup has 64 rows of x and 128 columns of the matrix. Code j of each byte makes plane j: TMA copies
 tiles of bytes as they are, a shift and a mask unpack a plane of 64 rows, and wgmma multiplies it with the same columns
-of x, which is put in the order of the planes beforehand. Several blocks on a multiprocessor hide each other's copies.
+of x, which is put in the order of the planes beforehand. Where these blocks would leave multiprocessors idle, several
+share the columns, each with a part of the matrix's rows, and XLA adds their sums.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ COLUMNS = 128
 """Columns of a block."""
 DTYPES = ("bfloat16", "float16")
 _GROUPS = 4  # blocks of scales of a tile: with 8, registers spill
+_RESIDENT = 2 * 132  # blocks that run at a time: two on each multiprocessor, by their shared memory
+_TILES = 4  # fewest tiles of a block, so that its copies run ahead of its products
 
 
 def supported(target: Target, *, facts: Facts) -> str | None:
@@ -62,12 +65,21 @@ def supported(target: Target, *, facts: Facts) -> str | None:
     return None
 
 
+def splits_of(blocks: int, tiles: int) -> int:
+    """Return how many blocks share the rows of the matrix: a divisor of its tiles, 1 where blocks abound."""
+    most = max(1, min(_RESIDENT // blocks, tiles // _TILES))
+    return next(s for s in range(most, 0, -1) if tiles % s == 0)
+
+
 def run(target: Target, x: jax.Array, weight: Packed, *, facts: Facts) -> jax.Array:
     """Return the product."""
     bits, dtype, k, n = facts.numbers.bits, jnp.dtype(facts.dtype), facts.k, facts.n
     codes = 8 // bits
     slots = 2  # tiles in flight
     tiles, padded = k // (ROWS * codes), -(-facts.m // ROWS) * ROWS
+    lines = sum(max(1, blocks // tiles) for _, blocks, _ in facts.parts)  # of scales and offsets, for a tile
+    splits = splits_of(padded // ROWS * (n // COLUMNS), tiles) if lines <= _GROUPS else 1  # or registers spill
+    each, rows = tiles // splits, min(ROWS, -(-facts.m // 8) * 8)  # rows of a block that are stored
     x = jnp.pad(x, ((0, padded - facts.m), (0, 0)))
     x = x.reshape(padded, tiles, ROWS, codes).transpose(1, 3, 0, 2)
     names = [name for name, _, _ in facts.parts]
@@ -80,7 +92,8 @@ def run(target: Target, x: jax.Array, weight: Packed, *, facts: Facts) -> jax.Ar
     def kernel(x_ref: Any, words_ref: Any, *refs: Any) -> None:
         part_refs, (out_ref, x_s, words_s, w_s, out_s, x_full, words_full) = refs[: len(parts)], refs[len(parts) :]
         m0, n0 = lax.axis_index("m") * ROWS, lax.axis_index("n") * COLUMNS
-        at = pl.ds(n0, COLUMNS)
+        split, at = lax.axis_index("split"), pl.ds(n0, COLUMNS)
+        begin = split * each if splits > 1 else jnp.int32(0)
         row = plgpu.layout_cast(plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=wide), wide)
 
         def bring(t: Any) -> None:
@@ -89,8 +102,8 @@ def run(target: Target, x: jax.Array, weight: Packed, *, facts: Facts) -> jax.Ar
             tile = words_ref.at[pl.ds(t * ROWS, ROWS), at]
             plgpu.copy_gmem_to_smem(tile, words_s.at[slot], words_full.at[slot])
 
-        for t in range(min(slots, tiles)):
-            bring(jnp.int32(t))
+        for t in range(min(slots, each)):
+            bring(begin + t)
 
         def values(t: Any) -> dict[str, Any]:
             """Return each part's values for the rows of a plane."""
@@ -133,16 +146,16 @@ def run(target: Target, x: jax.Array, weight: Packed, *, facts: Facts) -> jax.Ar
 
             total = total + pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
 
-            @pl.when(t + slots < tiles)
+            @pl.when(t + slots < begin + each)
             def _() -> None:
                 bring(t + slots)
 
             return total
 
         zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), wide)
-        out_s[...] = lax.fori_loop(0, tiles, step, zeros)
+        out_s[...] = lax.fori_loop(begin, begin + each, step, zeros)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_s, out_ref.at[pl.ds(m0, ROWS), at])
+        plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, rows)], out_ref.at[split, pl.ds(m0, rows), at])
         plgpu.wait_smem_to_gmem(0)
 
     def swizzled(*buffer: int) -> Any:
@@ -150,9 +163,9 @@ def run(target: Target, x: jax.Array, weight: Packed, *, facts: Facts) -> jax.Ar
 
     out = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((padded, n), jnp.float32),
-        grid=(padded // ROWS, n // COLUMNS),
-        grid_names=("m", "n"),
+        out_type=jax.ShapeDtypeStruct((splits, padded - ROWS + rows, n), jnp.float32),
+        grid=(padded // ROWS, n // COLUMNS, splits),
+        grid_names=("m", "n", "split"),
         scratch_types=[
             swizzled(slots, codes, ROWS, ROWS),
             plgpu.SMEM((slots, ROWS, COLUMNS), jnp.uint8),
@@ -163,7 +176,7 @@ def run(target: Target, x: jax.Array, weight: Packed, *, facts: Facts) -> jax.Ar
         ],
         **target.gpu(),
     )(x, weight.codes, *parts)
-    return out[: facts.m].astype(facts.out)
+    return jnp.sum(out, axis=0)[: facts.m].astype(facts.out)
 
 
 def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -154,13 +155,21 @@ def _llama3_back(s: RotaryScaling) -> Json | None:
 
 def _yarn(entry: Json, c: Fields) -> RotaryScaling:
     length = _original_length(entry, c) or c.get("max_position_embeddings")
-    return YarnScaling(
+    truncate, attention = entry.pop("truncate", None), entry.pop("attention_factor", None)
+    scaling = YarnScaling(
         float(entry.pop("factor")),
         float(entry.pop("beta_fast", None) or 32.0),
         float(entry.pop("beta_slow", None) or 1.0),
         int(length),
         **_mscale(entry, c),
+        whole_dims=truncate is None or bool(truncate),
     )
+    if attention is not None and not math.isclose(attention, scaling.temperature, rel_tol=1e-6):
+        raise CheckpointError(
+            f"{c.what} has attention_factor = {attention} in its rope_scaling, but only that which follows from its "
+            f"factor, {scaling.temperature}, is supported"
+        )
+    return scaling
 
 
 def _mscale(entry: Json, c: Fields) -> dict[str, float]:
@@ -179,6 +188,7 @@ def _yarn_back(s: RotaryScaling) -> Json | None:
         "beta_fast": s.beta_fast,
         "beta_slow": s.beta_slow,
         "original_max_position_embeddings": s.original_length,
+        **({} if s.whole_dims else {"truncate": False}),
         **({"mscale": s.mscale, "mscale_all_dim": s.mscale_all_dim} if s.mscale_all_dim else {}),
     }
 

@@ -236,6 +236,18 @@ def olmo2_7b(**changes: Any) -> TransformerConfig:
 
 
 @register
+def olmo3_7b(**changes: Any) -> TransformerConfig:
+    """OLMo 3 7B (OLMo Team 2025): OLMo 2 with three local layers for each global one, stretched to 65,536 tokens."""
+    config = olmo2_7b(
+        vocab=100278,
+        positions=Rotary(500000.0, YarnScaling(8.0, 32.0, 1.0, 8192)),
+        local_positions=Rotary(500000.0),
+        windows=(4096, 4096, 4096, None),
+    )
+    return _changed(config, "olmo3_7b", changes)
+
+
+@register
 def deepseek_v2_lite(**changes: Any) -> TransformerConfig:
     """DeepSeek-V2-Lite, 15.7B parameters (Liu et al. 2024): multi-head latent attention and small experts."""
     config = TransformerConfig(

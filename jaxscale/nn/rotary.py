@@ -151,6 +151,7 @@ class YarnScaling:
       original_length: the sequence length of pre-training.
       mscale: the factor on cosine and sine is `t(mscale) / t(mscale_all_dim)`, where `t(m) = 0.1 * m * ln(factor) + 1`.
       mscale_all_dim: `t(mscale_all_dim) ** 2` multiplies all scores of `MultiHeadLatent` (DeepSeek-V2).
+      whole_dims: round the range of dimensions that are interpolated outwards to whole ones (not in GPT-OSS).
     """
 
     factor: float = 4.0
@@ -159,6 +160,7 @@ class YarnScaling:
     original_length: int = 4096
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    whole_dims: bool = True
 
     def __post_init__(self) -> None:
         _check_positive(self, "factor", "beta_fast", "beta_slow", "original_length")
@@ -172,10 +174,17 @@ class YarnScaling:
         def index(rotations: float) -> float:
             return n * math.log(self.original_length / (rotations * 2 * math.pi)) / math.log(theta)
 
-        low, high = max(math.floor(index(self.beta_fast)), 0), min(math.ceil(index(self.beta_slow)), 2 * n - 1)
+        low, high = index(self.beta_fast), index(self.beta_slow)
+        if self.whole_dims:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * n - 1)
         stretch = np.clip((np.arange(n) - low) / max(high - low, 0.001), 0.0, 1.0)
-        attention = self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
-        return inv_freq * (1 - stretch) + inv_freq / self.factor * stretch, attention
+        return inv_freq * (1 - stretch) + inv_freq / self.factor * stretch, self.temperature
+
+    @property
+    def temperature(self) -> float:
+        """The factor on cosine and sine."""
+        return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
 
     @property
     def score_factor(self) -> float:

@@ -24,6 +24,7 @@ from jaxscale.models import (
     llama3_405b,
     mixtral_8x7b,
     olmo2_7b,
+    olmo3_7b,
     phi3_mini,
     qwen3,
     sheared_llama_1_3b,
@@ -59,6 +60,7 @@ def test_a_preset_has_the_published_number_of_parameters(preset):
 
 def test_presets_whose_papers_round_have_the_published_number_of_parameters():
     assert round(olmo2_7b().param_count() / 1e9, 1) == 7.3
+    assert round(olmo3_7b().param_count() / 1e9, 1) == 7.3
     assert round(deepseek_v2_lite().param_count() / 1e9, 1) == 15.7
     assert round(deepseek_v3().param_count() / 1e9) == 671
 

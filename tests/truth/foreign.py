@@ -78,6 +78,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         dict(_GROUPED, num_hidden_layers=5, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=7),
     ),
     "olmo2": ("Olmo2", dict(_GROUPED)),
+    "olmo3": ("Olmo3", dict(_GROUPED, num_hidden_layers=5, sliding_window=7, rope_scaling=dict(YARN))),
     # every sequence is longer than the original length of the first, and shorter than that of the second
     "phi3": ("Phi3", dict(_SIZES, rope_scaling=_LONG, original_max_position_embeddings=8, sliding_window=7)),
     "phi3 short": (

@@ -19,21 +19,27 @@ def _model(c: Fields) -> TransformerConfig:
     c.only("attn_logit_softcapping", None)  # transformers has the field but ignores it
     return TransformerConfig(
         **common(c, c.size("sliding_window_pattern", c.size("_sliding_window_pattern", 6)), None, None),
-        **_positions(c),
+        **by_type(c, 1e6, c.number("rope_local_base_freq", 1e4)),
         qk_norm=QKNorm(UnitOffsetRMSNorm),
     )
 
 
-def _positions(c: Fields) -> dict[str, Any]:
-    """Read rotary positions of global and local layers: by layer type, or in older files by base."""
-    by_type, local = c.get("rope_parameters", {}), c.number("rope_local_base_freq", 1e4)
-    if not isinstance(by_type, dict) or (FULL not in by_type and SLIDING not in by_type):
-        return {"positions": read_rotary(c, 1e6), "local_positions": Rotary(local)}
+def by_type(c: Fields, theta: float, local: float) -> dict[str, Any]:
+    """Return rotary positions of global and local layers: by layer type, or in older files by base.
+
+    Args:
+      c: the fields.
+      theta: the base of global layers if the file has none.
+      local: the base of local layers if their type has none.
+    """
+    types = c.get("rope_parameters", {})
+    if not isinstance(types, dict) or (FULL not in types and SLIDING not in types):
+        return {"positions": read_rotary(c, theta), "local_positions": Rotary(local)}
 
     def fields(kind: str, **own: Any) -> Fields:
-        return Fields({**c.values, "rope_parameters": by_type.get(kind), **own}, c.what)
+        return Fields({**c.values, "rope_parameters": types.get(kind), **own}, c.what)
 
-    base, scaling = c.number("rope_theta", 1e6), c.get("rope_scaling", None)
+    base, scaling = c.number("rope_theta", theta), c.get("rope_scaling", None)
     return {
         "positions": read_rotary(fields(FULL, rope_theta=base, rope_scaling=scaling)),
         "local_positions": read_rotary(fields(SLIDING, rope_theta=local, rope_scaling=None)),
@@ -44,7 +50,17 @@ def _config(m: TransformerConfig) -> dict[str, Any]:
     local = m.local_positions or rotary(m)
     if local.scaling is None:  # every version reads this form
         return {**common_json(m), **rotary_json(rotary(m)), "rope_local_base_freq": local.theta}
-    return {**common_json(m), "rope_parameters": {FULL: _parameters(rotary(m)), SLIDING: _parameters(local)}}
+    return {**common_json(m), **by_type_json(rotary(m), local)}
+
+
+def by_type_json(positions: Rotary, local: Rotary) -> dict[str, Any]:
+    """Return the fields of config.json that `by_type` reads.
+
+    Args:
+      positions: of global layers.
+      local: of local layers.
+    """
+    return {"rope_parameters": {FULL: _parameters(positions), SLIDING: _parameters(local)}}
 
 
 def _parameters(positions: Rotary) -> dict[str, Any]:

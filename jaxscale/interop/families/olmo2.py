@@ -12,7 +12,7 @@ from jaxscale.interop.rope import read_rotary, rotary_json
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import QKNorm, SwiGLU
 
-_NORMS = (
+NORMS = (
     Map("attn/q_norm/scale", LAYER + "self_attn.q_norm.weight", "c"),
     Map("attn/k_norm/scale", LAYER + "self_attn.k_norm.weight", "c"),
     Map("attn_post_norm/scale", LAYER + "post_attention_layernorm.weight", "e"),
@@ -20,14 +20,14 @@ _NORMS = (
 )
 
 
-def _model(c: Fields) -> TransformerConfig:
+def common(c: Fields) -> dict[str, Any]:
+    """Return the settings that OLMo 2 and 3 read in the same way."""
     c.only("hidden_act", "silu")
     c.only("attention_bias", False)
     c.get("max_position_embeddings", None)
-    return TransformerConfig(
-        **sizes(c, eps=1e-5),
+    return dict(
+        sizes(c, eps=1e-5),
         mlp=SwiGLU,
-        positions=read_rotary(c),
         qk_norm=QKNorm(across_heads=True),
         pre_norm=False,
         post_norm=True,
@@ -35,8 +35,12 @@ def _model(c: Fields) -> TransformerConfig:
     )
 
 
+def _model(c: Fields) -> TransformerConfig:
+    return TransformerConfig(**common(c), positions=read_rotary(c))
+
+
 def _config(m: TransformerConfig) -> dict[str, Any]:
     return {**sizes_json(m), **rotary_json(rotary(m)), "attention_bias": False}
 
 
-FAMILY = Family("olmo2", "Olmo2ForCausalLM", _model, _config, (*ENDS, *ATTENTION, *_NORMS, *MLP), IGNORED)
+FAMILY = Family("olmo2", "Olmo2ForCausalLM", _model, _config, (*ENDS, *ATTENTION, *NORMS, *MLP), IGNORED)

@@ -49,6 +49,8 @@ class Map:
       sizes: (letter, size) of letters whose size does not follow from our shape, as `(("two", 2),)`.
       flip: a letter whose entries have another order in theirs, and a function from its size to the index in theirs
         of each of our entries.
+      beside: a parameter of the same block, without which another `Map` with this path applies; for stacks of layers
+        of several kinds.
     """
 
     path: str
@@ -59,6 +61,7 @@ class Map:
     parts: tuple[str, ...] = ()
     sizes: tuple[tuple[str, int], ...] = ()
     flip: tuple[str, Callable[[int], Any]] | None = None
+    beside: str = ""
 
 
 def fused(key: str, along: str, *maps: Map) -> tuple[Map, ...]:
@@ -191,13 +194,20 @@ def bind(table: Iterable[Map], infos: Iterable[TensorInfo], runs: Sequence[tuple
     Raises:
       CheckpointError: parameters without a `Map`; the message lists them.
     """
-    lines = {(m.path, "{l}" in m.key): m for m in table}
+    lines: dict[tuple[str, bool], list[Map]] = {}
+    for m in table:
+        lines.setdefault((m.path, "{l}" in m.key), []).append(m)
+    infos = list(infos)
+    paths = {info.path for info in infos}
     firsts = list(itertools.accumulate((len(group) * n for group, n in runs), initial=0))
     matched: list[tuple[Map, TensorInfo, tuple[int, ...], dict[str, int]]] = []
     unmatched = []
     for info in infos:
         block = _BLOCK.fullmatch(info.path)
-        line = lines.get((block[3] if block else info.path, block is not None))
+        path = block[3] if block else info.path
+        prefix = info.path.removesuffix(path)
+        candidates = lines.get((path, block is not None), [])
+        line = next((m for m in candidates if not m.beside or prefix + m.beside in paths), None)
         if line is None:
             unmatched.append(info.path)
             continue

@@ -128,7 +128,7 @@ def _concatenated(one: Module, other: Module) -> Module:
     return dataclasses.replace(one, a=a, b=b, parts=one.parts + other.parts)
 
 
-_EXPERT_FAMILIES = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
+_EXPERT_FAMILIES = ("qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3")
 _EXPERT_MATRICES = ("gate_proj", "up_proj", "down_proj")
 
 

@@ -14,27 +14,27 @@ from jaxscale.nn.rotary import RotaryScaling
 Json = dict[str, Any]
 
 
-def read_rotary(c: Fields, theta: float = 10000.0, *, phi3: bool = False) -> Rotary:
+def read_rotary(c: Fields, theta: float = 10000.0, *, fraction: float | None = None, longrope: bool = False) -> Rotary:
     """Read the rotary positions of a config.json.
 
     Args:
       c: its fields.
       theta: the base if the file has none.
-      phi3: allow partial rotary dimensions and LongRoPE, which other families read differently.
+      fraction: the rotated share of a head if the file has none; `None` for families that always rotate all of it.
+      longrope: allow LongRoPE, which families other than Phi-3 read differently.
 
     Raises:
       CheckpointError: the scaling is unknown, or the file has two different ones.
     """
     entry = _rope_fields(c)
     base = _number(entry, "rope_theta", c) or c.number("rope_theta", theta)
-    if not phi3:
-        scaling = read_scaling(entry, c)
-        if isinstance(scaling, LongRopeScaling):
-            raise CheckpointError(f"{c.what} has the rope type 'longrope', which is supported for Phi-3 only")
-        return Rotary(base, scaling)
-    outside = c.number("partial_rotary_factor", 1.0)
-    fraction = _number(entry, "partial_rotary_factor", c) or outside
-    return Rotary(base, read_scaling(entry, c), fraction)
+    if fraction is not None:
+        outside = c.number("partial_rotary_factor", fraction)
+        fraction = _number(entry, "partial_rotary_factor", c) or outside
+    scaling = read_scaling(entry, c)
+    if isinstance(scaling, LongRopeScaling) and not longrope:
+        raise CheckpointError(f"{c.what} has the rope type 'longrope', which is supported for Phi-3 only")
+    return Rotary(base, scaling, 1.0 if fraction is None else fraction)
 
 
 def _rope_fields(c: Fields) -> Json:

@@ -27,6 +27,7 @@ from jaxscale.models.presets import (
     olmo3_7b,
     phi3_mini,
     qwen3,
+    qwen3_next_80b,
     sheared_llama_1_3b,
     smollm3_3b,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "olmo3_7b",
     "phi3_mini",
     "qwen3",
+    "qwen3_next_80b",
     "sheared_llama_1_3b",
     "smollm3_3b",
 ]

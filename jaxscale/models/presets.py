@@ -12,6 +12,8 @@ from jaxscale.models.positions import Learned
 from jaxscale.models.transformer_config import TransformerConfig
 from jaxscale.nn import (
     GELU,
+    GatedDeltaNet,
+    GatedMultiHead,
     GeGLU,
     GroupLimit,
     LayerNorm,
@@ -162,6 +164,30 @@ def qwen3(**changes: Any) -> TransformerConfig:
         memory="full",
     )
     return _changed(config, "qwen3", changes)
+
+
+@register
+def qwen3_next_80b(**changes: Any) -> TransformerConfig:
+    """Qwen3-Next 80B-A3B (Qwen Team 2025): three layers of Gated DeltaNet for each of gated attention, 512 experts."""
+    delta = BlockConfig(GatedDeltaNet(heads=32, key_heads=16, key_dim=128, value_dim=128))
+    experts = SoftmaxRouter(normalized=True)
+    config = TransformerConfig(
+        depth=48,
+        vocab=151936,
+        width=2048,
+        heads=16,
+        kv_heads=2,
+        head_dim=256,
+        norm=UnitOffsetRMSNorm,
+        mlp=MixtureOfExperts(512, 10, hidden=512, router=experts, shared=1, shared_gate=True),
+        blocks=(delta, delta, delta, BlockConfig()),
+        attention_layer=GatedMultiHead(),
+        positions=Rotary(10000000.0, fraction=0.25),
+        qk_norm=QKNorm(UnitOffsetRMSNorm),
+        dtype="bfloat16",
+        memory="full",
+    )
+    return _changed(config, "qwen3_next_80b", changes)
 
 
 def _gemma2(depth: int, width: int, heads: int, hidden: int) -> TransformerConfig:

@@ -11,7 +11,7 @@ from jaxscale.errors import CheckpointError
 from jaxscale.interop.families import FAMILIES
 from jaxscale.interop.family import family_of, same_model
 from jaxscale.interop.fields import Fields
-from jaxscale.nn import GroupLimit, LongRopeScaling
+from jaxscale.nn import GroupLimit, LongRopeScaling, SwiGLU
 from tests.truth.errors import raises_saying
 
 _DEEPSEEK = {
@@ -112,6 +112,36 @@ PUBLISHED = {
         "num_hidden_layers": 42,
         "num_key_value_heads": 8,
     },
+    "qwen3_next_80b": {
+        "decoder_sparse_step": 1,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_next",
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": False,
+        "vocab_size": 151936,
+    },
     "olmo2_7b": {
         "attention_bias": False,
         "hidden_act": "silu",
@@ -211,6 +241,14 @@ def test_a_published_config_is_our_preset(name):
     assert not same_model(config, dataclasses.replace(preset, norm_eps=0.1))
 
 
+def test_qwen3_next_has_as_many_parameters_as_published():
+    model = _read(PUBLISHED["qwen3_next_80b"])
+    assert (round(model.param_count() / 1e9), round(model.active_param_count() / 1e9)) == (80, 4)
+    dense = _read(PUBLISHED["qwen3_next_80b"] | {"mlp_only_layers": [0, 5]})
+    assert [i for i, mlp in enumerate(dense.layer_mlps()) if mlp is SwiGLU] == [0, 5]
+    assert len(dense.blocks) == 48 and len(model.blocks) == 4
+
+
 def test_kimi_k2_is_deepseek_v3_in_another_size():
     kimi = {"model_type": "kimi_k2", "vocab_size": 163840, "n_routed_experts": 384, "first_k_dense_replace": 1}
     kimi |= {"n_group": 1, "topk_group": 1, "rope_theta": 50000.0, "routed_scaling_factor": 2.827}
@@ -275,6 +313,9 @@ def test_rotary_positions_in_two_fields_must_agree(name):
         ("olmo2_7b", {"rope_parameters": [1]}, "rope_parameters = [1], which is not an object"),
         ("olmo2_7b", {"rms_norm_eps": "x"}, "rms_norm_eps = 'x', which is not a finite number"),
         ("olmo2_7b", {"tie_word_embeddings": "false"}, "only False or True"),
+        ("qwen3_next_80b", {"linear_value_head_dim": 64}, "linear_key_head_dim = 128 and linear_value_head_dim = 64"),
+        ("qwen3_next_80b", {"layer_types": ["full"] * 48}, "the layer type 'full'"),
+        ("qwen3_next_80b", {"layer_types": ["full_attention"]}, "1 layer_types and 48 layers"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
         ("deepseek_v2_lite", {"norm_topk_prob": True}, "norm_topk_prob = True"),

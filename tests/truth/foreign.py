@@ -68,6 +68,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", dict(_SIZES, head_dim=16, tie_word_embeddings=True)),
     "qwen2_moe": ("Qwen2Moe", dict(_SIZES, **_EXPERTS, shared_expert_intermediate_size=32, decoder_sparse_step=2)),
     "qwen3_moe": ("Qwen3Moe", dict(_SIZES, **_EXPERTS, norm_topk_prob=True, mlp_only_layers=[0])),
+    "qwen3_next": (
+        "Qwen3Next",
+        dict(
+            {**_SIZES, "num_hidden_layers": 4, "num_key_value_heads": 2},
+            **_EXPERTS,
+            head_dim=16,
+            shared_expert_intermediate_size=16,
+            linear_num_key_heads=4,
+            linear_num_value_heads=8,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+        ),
+    ),
     "gemma2": ("Gemma2", dict(_GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)),
     "gemma3": (
         "Gemma3Text",

@@ -17,6 +17,7 @@ from jaxscale.interop.families import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_next,
     smollm3,
 )
 from jaxscale.interop.family import Family
@@ -30,6 +31,7 @@ FAMILIES: tuple[Family, ...] = (
     qwen3.FAMILY,
     qwen2_moe.FAMILY,
     qwen3_moe.FAMILY,
+    qwen3_next.FAMILY,
     gemma2.FAMILY,
     gemma3.FAMILY,
     olmo2.FAMILY,

@@ -39,7 +39,7 @@ def _model(c: Fields) -> TransformerConfig:
     return TransformerConfig(
         **sizes(c, eps=1e-5),
         mlp=SwiGLU,
-        positions=read_rotary(c, phi3=True),
+        positions=read_rotary(c, fraction=1.0, longrope=True),
         windows=(c.get("sliding_window", None),),
         tied=c.only("tie_word_embeddings", False, True),
     )

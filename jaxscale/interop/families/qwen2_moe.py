@@ -18,17 +18,30 @@ from jaxscale.nn import MixtureOfExperts
 
 _SHARED = LAYER + "mlp.shared_expert."
 
-_TABLE = (
-    *ENDS,
-    *ATTENTION,
-    *NORMS,
-    *MLP,
-    *EXPERTS,
+SHARED = (
     Map("mlp/shared/gate/kernel", _SHARED + "gate_proj.weight", "e f", "f e"),
     Map("mlp/shared/up/kernel", _SHARED + "up_proj.weight", "e f", "f e"),
     Map("mlp/shared/down/kernel", _SHARED + "down_proj.weight", "f e", "e f"),
     Map("mlp/shared_gate", LAYER + "mlp.shared_expert_gate.weight", "(one e)", "one e", sizes=(("one", 1),)),
 )
+
+
+def shared_experts(c: Fields) -> dict[str, Any]:
+    """Return the arguments of `MixtureOfExperts` for shared experts.
+
+    Args:
+      c: the fields.
+
+    Raises:
+      CheckpointError: the shared experts are not as wide as a number of the others.
+    """
+    one, shared = c.size("moe_intermediate_size"), c.size("shared_expert_intermediate_size")
+    if shared % one:
+        raise CheckpointError(
+            f"{c.what} has shared_expert_intermediate_size = {shared}, which is not a multiple of "
+            f"moe_intermediate_size = {one}; only shared experts as wide as the others are supported"
+        )
+    return {"shared": shared // one, "shared_gate": True}
 
 
 def _model(c: Fields) -> TransformerConfig:
@@ -40,15 +53,9 @@ def _model(c: Fields) -> TransformerConfig:
     if used and types is None:
         raise CheckpointError(f"{c.what} has use_sliding_window = True and no layer_types; add them")
     size = window(c)
-    one, shared = c.size("moe_intermediate_size"), c.size("shared_expert_intermediate_size")
-    if shared % one:
-        raise CheckpointError(
-            f"{c.what} has shared_expert_intermediate_size = {shared}, which is not a multiple of "
-            f"moe_intermediate_size = {one}; only shared experts as wide as the others are supported"
-        )
     return TransformerConfig(
         **sizes(c),
-        **experts(c, shared=shared // one, shared_gate=True),
+        **experts(c, **shared_experts(c)),
         positions=read_rotary(c),
         windows=by_types(c, types or [FULL] * c.size("num_hidden_layers"), size if used else None),
         qkv_bias=True,
@@ -62,4 +69,5 @@ def _config(m: TransformerConfig) -> dict[str, Any]:
     return {**fields, "shared_expert_intermediate_size": m.mlp.shared * fields["moe_intermediate_size"]}
 
 
+_TABLE = (*ENDS, *ATTENTION, *NORMS, *MLP, *EXPERTS, *SHARED)
 FAMILY = Family("qwen2_moe", "Qwen2MoeForCausalLM", _model, _config, _TABLE, IGNORED)

@@ -43,19 +43,28 @@ def experts(c: Fields, **shared: Any) -> dict[str, Any]:
         raise CheckpointError(
             f"{c.what} has mlp_only_layers and decoder_sparse_step = {every}, but only one of them is supported"
         )
-    router = SoftmaxRouter(normalized=c.only("norm_topk_prob", False, True))
     return {
-        "mlp": MixtureOfExperts(
-            c.size("num_experts", None) or c.size("num_local_experts"),  # the name in newer versions
-            c.size("num_experts_per_tok"),
-            hidden=c.size("moe_intermediate_size"),
-            router=router,
-            **shared,
-        ),
+        "mlp": mixture(c, **shared),
         "dense_mlp": SwiGLU,
         "dense_layers": len(dense),
         "mlp_every": every,
     }
+
+
+def mixture(c: Fields, **shared: Any) -> MixtureOfExperts:
+    """Return the experts of a layer.
+
+    Args:
+      c: the fields.
+      **shared: further arguments of `MixtureOfExperts`.
+    """
+    return MixtureOfExperts(
+        c.size("num_experts", None) or c.size("num_local_experts"),  # the name in newer versions
+        c.size("num_experts_per_tok"),
+        hidden=c.size("moe_intermediate_size"),
+        router=SoftmaxRouter(normalized=c.only("norm_topk_prob", False, True)),
+        **shared,
+    )
 
 
 def experts_json(m: TransformerConfig) -> dict[str, Any]:

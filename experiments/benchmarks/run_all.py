@@ -284,9 +284,10 @@ def publish(folder: Path) -> None:
         if not any("device" in one for one in results_of_device.values() if isinstance(one, dict)):
             continue
         sentence = about(results_of_device, path)
-        texts["README.md"] += [sentence, "", measure.table(SUMMARY, summary(results_of_device)), ""]
+        texts["README.md"] += [f"{sentence} [All rows](experiments/benchmarks/README.md).", ""]
         rows = [record.cells(line) for line in lines_of(results_of_device)]
-        texts["experiments/benchmarks/README.md"] += [sentence, "", measure.table(record.HEADER, rows), ""]
+        tables = [measure.table(SUMMARY, summary(results_of_device)), "", measure.table(record.HEADER, rows)]
+        texts["experiments/benchmarks/README.md"] += [sentence, "", *tables, ""]
     texts["pallas_kernels/README.md"] = [
         "Their speed on a GPU, and where others are faster: [`experiments/benchmarks`](../experiments/benchmarks)."
     ]

@@ -35,6 +35,7 @@ from jaxscale.nn.linear import Linear, project
 from jaxscale.nn.memory import POLICIES, TENSORS, MemoryPolicy
 from jaxscale.nn.mixer import MADE_WITH, Mixer
 from jaxscale.nn.mixers import (
+    MLGRU,
     GatedDeltaNet,
     GatedLinearAttention,
     KimiDeltaAttention,
@@ -84,6 +85,7 @@ __all__ = [
     "Int8",
     "Fp8",
     "MADE_WITH",
+    "MLGRU",
     "GELU",
     "POLICIES",
     "TENSORS",

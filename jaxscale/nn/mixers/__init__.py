@@ -4,5 +4,14 @@ from jaxscale.nn.mixers.gated_delta_net import GatedDeltaNet
 from jaxscale.nn.mixers.kimi_delta import KimiDeltaAttention
 from jaxscale.nn.mixers.linear import GatedLinearAttention, LinearAttention, RetNet
 from jaxscale.nn.mixers.mamba2 import Mamba2
+from jaxscale.nn.mixers.mlgru import MLGRU
 
-__all__ = ["GatedDeltaNet", "GatedLinearAttention", "KimiDeltaAttention", "LinearAttention", "Mamba2", "RetNet"]
+__all__ = [
+    "MLGRU",
+    "GatedDeltaNet",
+    "GatedLinearAttention",
+    "KimiDeltaAttention",
+    "LinearAttention",
+    "Mamba2",
+    "RetNet",
+]

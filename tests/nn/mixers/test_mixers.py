@@ -7,6 +7,7 @@ import pytest
 from jaxscale.errors import ConfigError
 from jaxscale.models import BlockConfig, TransformerConfig
 from jaxscale.nn.mixers import (
+    MLGRU,
     GatedDeltaNet,
     GatedLinearAttention,
     KimiDeltaAttention,
@@ -29,6 +30,7 @@ from jaxscale.testing import check_mixer
                 LinearAttention(key_dim=4),
                 GatedLinearAttention(rank=2),
                 RetNet(value_dim=4),
+                MLGRU(channels=24),
             )
         ),
     ],

@@ -109,6 +109,14 @@ def fresh_config():
         config.clear()
 
 
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    """Drawing the loss takes as long as all steps of most runs. A file that looks at pictures has its own fixture."""
+    record = sys.modules.get("jaxscale.train.record")
+    if record is not None:
+        monkeypatch.setattr(record.Record, "picture", lambda self: None)
+
+
 @pytest.fixture
 def interruptible():
     """SIGINT and SIGTERM act, here and in child processes; a shell has its background jobs ignore SIGINT."""

@@ -23,6 +23,7 @@ from tests.truth.errors import raises_saying
 MODEL = js.models.Transformer.Config(depth=2, width=64, heads=8, hidden=128)
 
 
+@functools.cache
 def explained(mesh="data=2,fsdp=2,tensor=2", **changes):
     layout = None if mesh is None else js.Layout(mesh)
     return js.explain(js.TrainConfig(model=MODEL, layout=layout, **changes))

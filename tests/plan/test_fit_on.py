@@ -15,10 +15,12 @@ from jaxscale.models.presets import gpt2
 from jaxscale.nn import RingAttention, flash_attention
 from jaxscale.plan import Restarts, cheapest, fit_on, plan_for
 from tests.truth.errors import raises_saying
+from tests.truth.traces import traced_once
 
 MODEL = js.models.TransformerConfig(depth=4, width=512, heads=8, kv_heads=4, vocab=1024, attention=flash_attention)
 # without segments, so that plans are by formulas: bisection makes many
 RUN = js.TrainConfig(model=MODEL, layout=js.Layout("fsdp=8"), batch_size=16, seq_len=512, segments=False)
+once = pytest.fixture(traced_once, scope="module", autouse=True)
 
 
 def _with(name, n):

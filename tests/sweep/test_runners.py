@@ -78,11 +78,6 @@ def assert_same_run(got: js.Run, want: js.Run, tolerance: float) -> None:
     )
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    monkeypatch.setattr("jaxscale.train.record.Record.picture", lambda self: None)
-
-
 @pytest.fixture
 def places(monkeypatch) -> dict[str, set[Any]]:
     """The devices of each run's state when it was saved, by folder."""

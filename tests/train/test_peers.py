@@ -31,7 +31,17 @@ from tests.truth.replicas import config, host, trained
 from tests.truth.runs import BIGRAM, start, write_gin
 
 TWO = PeerDiLoCo(shares=2, every=2)
-COMMAND = "import sys, tests.truth.runs; from jaxscale.cli import main; sys.exit(main(sys.argv[1:]))"
+# A step takes a moment, so that processes that wait for another leave the processor to it.
+COMMAND = """
+import sys, time
+import tests.truth.runs
+from jaxscale.cli import main
+from jaxscale.train.loop import Loop
+
+place = Loop._place
+Loop._place = lambda self, done: time.sleep(0.02) or place(self, done)
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def peer(of, name="run", *, algorithm=TWO, before=lambda step, state: state, **changes):

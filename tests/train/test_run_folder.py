@@ -20,6 +20,11 @@ from tests.truth.errors import raises_saying
 from tests.truth.runs import STEPS, bigram, stop_after, transformer, write_text
 
 
+@pytest.fixture(autouse=True)
+def no_pictures():
+    """Here they are drawn."""
+
+
 def fit(run=None, resume=False, quiet=True, name="run", **changes):
     return js.fit(js.TrainConfig(**bigram(**changes)), run=run, resume=resume, quiet=quiet, name=name)
 

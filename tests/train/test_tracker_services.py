@@ -20,6 +20,11 @@ def needed(package):
     return importlib.import_module(package) if "JAXSCALE_TEST_ALL" in os.environ else pytest.importorskip(package)
 
 
+@pytest.fixture(autouse=True)
+def no_pictures():
+    """Here they are drawn."""
+
+
 def track(tracker):
     """A run of two steps, resumed for two more, with histograms at its last step."""
     chosen = js.step.Histograms(params=("embed",), grads=("head",), every=4, bins=8)

@@ -20,6 +20,11 @@ from tests.truth.errors import raises_saying
 from tests.truth.runs import bigram
 
 
+@pytest.fixture(autouse=True)
+def no_pictures():
+    """Here they are drawn."""
+
+
 class Calls(Tracking):
     def __init__(self, calls, stored, fault):
         self.calls, self.stored, self.fault = calls, stored, fault

@@ -21,7 +21,6 @@ from jaxscale.train.checkpoints.places import DiskPlace
 from jaxscale.train.checkpoints.staged import StagedCheckpoints
 from jaxscale.train.checkpoints.store import Checkpoints
 from jaxscale.train.files import write_json
-from jaxscale.train.record import Record
 from tests.truth.bucket_runs import SETTINGS, copied, forget
 from tests.truth.runs import BIGRAM, environment, write_gin
 from tests.truth.servers import failing
@@ -64,8 +63,7 @@ def test_files_that_the_writer_before_uploaded_late_are_not_overwritten(tmp_path
         writer.flush()  # so that no checkpoint is finished whose metrics the next writer may not have seen
 
 
-def test_a_run_whose_last_upload_failed_is_completed_when_it_is_started_again(tmp_path, whole, monkeypatch):
-    monkeypatch.setattr(Record, "picture", lambda self: None)  # takes a second
+def test_a_run_whose_last_upload_failed_is_completed_when_it_is_started_again(tmp_path, whole):
     url = copied(whole, f"s3://runs/{tmp_path.name}/run", status="running")
     again = js.fit(run=url, resume=True, quiet=True)
     assert json.loads(Bucket(url).read("run.json"))["status"] == again.info["status"] == "finished"

@@ -124,8 +124,14 @@ def test_layouts_that_training_refuses_are_counted_and_not_chosen():
 
 def test_the_winner_is_written_as_a_file_that_trains_as_it_is(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(searching, "Space", lambda: SMALL)
     gin = write_gin(tmp_path / "small.gin")
-    bindings = ["--gin.Transformer.vocab=256", "--gin.train.steps=1", "--gin.train.batch_size=2"]
+    bindings = [
+        "--gin.Transformer.depth=2",
+        "--gin.Transformer.vocab=256",
+        "--gin.train.steps=1",
+        "--gin.train.batch_size=4",
+    ]
     command = ["plan", str(gin), "--topology", "cpu:2", "--search", "--json", "--write", "winner.gin"]
     assert main([*command, *bindings]) == 0
     out, err = capfd.readouterr()

@@ -15,6 +15,7 @@ from jaxscale.convert.quantize import quantize
 from jaxscale.convert.recipes import RoundToNearest
 from jaxscale.errors import CheckpointError
 from jaxscale.interop import SafeTensors
+from jaxscale.interop.stored.layout import Kind
 from jaxscale.interop.stored.writing import WRITTEN, kind_of
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import MixtureOfExperts, SoftmaxRouter
@@ -35,6 +36,7 @@ FORMATS = {
     "compressed-tensors fp8": ("compressed-tensors", Stored("e4m3")),
     "compressed-tensors fp8, blocks": ("compressed-tensors", Stored("e4m3", group=16, outputs=8)),
     "compressed-tensors fp8, a scale for a matrix": ("compressed-tensors", Stored("e4m3", outputs=None)),
+    "compressed-tensors w8a8": ("compressed-tensors", Stored("int8", activations=8)),
     "gptq int4": ("gptq", Stored("int4", group=16)),
     "gptq uint4": ("gptq", Stored("uint4", group=16, zeros=True)),
     "gptq int8": ("gptq", Stored("int8")),
@@ -143,7 +145,8 @@ def test_what_a_layout_does_not_hold_is_refused_with_the_nearest_format(base, tm
     for own, method, why, near in (
         (Stored("nf4", group=16), "compressed-tensors", "integers and fp8", "int4"),
         (Stored("e2m1", group=16, scale="e8m0"), "gptq", "its scales are not plain", "int4"),
-        (Stored("int8", activations=8), "compressed-tensors", "round activations", "fp8"),
+        (Stored("int8", activations=8), "gptq", "round activations", "int8"),
+        (Stored("int4", group=16, activations=8), "compressed-tensors", "otherwise than those of w8a8", "int4"),
         (FloatZeros("uint4", group=16), "awq", "more than codes, scales and zero points", "uint4"),
         (Stored("int6", group=16), "gptq", "integers of 2, 3, 4, 8 bits", "int8"),
     ):
@@ -159,3 +162,13 @@ def test_what_a_layout_does_not_hold_is_refused_with_the_nearest_format(base, tm
         assert main(["export", str(base.path), out, *options]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_int8_with_rounded_activations_is_written_with_a_scheme_for_each_token():
+    kind = Kind("int8", 1, None, "float32", activations=8)
+    about = WRITTEN["compressed-tensors"].settings({kind: ["a"]}, [], True)
+    group = about["config_groups"]["group_0"]
+    assert about["format"] == group["format"] == "int-quantized"
+    assert (group["weights"]["strategy"], group["weights"]["num_bits"]) == ("channel", 8)
+    activations = group["input_activations"]
+    assert (activations["strategy"], activations["dynamic"], activations["num_bits"]) == ("token", True, 8)

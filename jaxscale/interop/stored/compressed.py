@@ -59,6 +59,7 @@ class CompressedTensors(QuantisedLayout):
     """
 
     methods = ("compressed-tensors",)
+    rounds_activations = True
     forms = (
         Form(".weight", {"codes": ".weight_packed", "scale": ".weight_scale", "shape": ".weight_shape"}, _MAY),
         Form(".weight", {"codes": ".weight_packed", "scale": ".weight_scale", "global": ".weight_global_scale"}),
@@ -169,6 +170,8 @@ class CompressedTensors(QuantisedLayout):
     @classmethod
     def written(cls, kind: Kind, shape: tuple[int, ...]) -> Kind:
         """See `QuantisedLayout.written`."""
+        if kind.activations is not None and kind != Kind("int8", 1, None, kind.scale, activations=8):
+            raise CheckpointError("its products round activations otherwise than those of w8a8")
         if kind.numbers == "e4m3":
             if (kind.rows is None) != (kind.columns is None) and kind.rows != 1:
                 raise CheckpointError("blocks of fp8 have a number of outputs and of inputs")
@@ -189,18 +192,19 @@ class CompressedTensors(QuantisedLayout):
     @classmethod
     def settings(cls, kinds: Mapping[Kind, Sequence[str]], others: Sequence[str], symmetric: bool) -> dict[str, Any]:
         """See `QuantisedLayout.settings`; several kinds name their modules, and one is of all linear layers."""
-        formats = {"float-quantized" if kind.numbers == "e4m3" else "pack-quantized": m[0] for kind, m in kinds.items()}
+        formats = {_format(kind): modules[0] for kind, modules in kinds.items()}
         if len(formats) > 1:
+            (a, one), (b, other), *_ = formats.items()
             raise CheckpointError(
-                f"{formats['float-quantized']} is fp8 and {formats['pack-quantized']} integers, and a folder of "
-                "compressed-tensors has one of both"
+                f"{one} would be {a} and {other} {b}, and a folder of compressed-tensors has one of fp8, packed "
+                "integers, and int8 with rounded activations"
             )
         format = next(iter(formats))
         groups = {
             f"group_{n}": {
                 "targets": ["Linear"] if len(kinds) == 1 else list(modules),
                 "weights": _weights(kind),
-                "input_activations": None,
+                "input_activations": None if kind.activations is None else _TOKENS,
                 "output_activations": None,
                 "format": format,
             }
@@ -262,6 +266,16 @@ def _schemes(config: Fields) -> list[tuple[list[str], dict[str, Any]]]:
                     plain_pattern(target[3:], where)
         schemes.append(([str(t) for t in targets], weights))
     return schemes
+
+
+_TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+"""Settings of activations that are rounded with a scale for each token."""
+
+
+def _format(kind: Kind) -> str:
+    if kind.numbers == "e4m3":
+        return "float-quantized"
+    return "pack-quantized" if kind.activations is None else "int-quantized"
 
 
 def _weights(kind: Kind) -> dict[str, Any]:

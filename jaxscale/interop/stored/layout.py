@@ -47,6 +47,7 @@ class Kind:
       columns: inputs that share a scale; `None` is all.
       scale: "float32", "bfloat16" or "float16".
       zeros: whether there are zero points, which are codes.
+      activations: bits to which products round each token's inputs; `None` does not round them.
     """
 
     numbers: str
@@ -54,6 +55,7 @@ class Kind:
     columns: int | None
     scale: str
     zeros: bool = False
+    activations: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +85,9 @@ class QuantisedLayout(ABC):
 
     methods: ClassVar[tuple[str, ...]]
     """Values of `quant_method` that mean this layout."""
+
+    rounds_activations: ClassVar[bool] = False
+    """Whether a folder can say that products round activations."""
 
     forms: ClassVar[tuple[Form, ...]]
     """Forms of weights, the first of which that fits is used."""

@@ -60,7 +60,10 @@ def kind_of(own: WeightFormat, b: Bound, info: TensorInfo, scale: str, layout: t
         if rows != 1 and (not whole or b.map.flip is not None):
             raise CheckpointError("its outputs that share a scale are apart in the other program's matrix")
         assert isinstance(plain.scale, str)
-        kind = Kind(plain.numbers, rows, plain.group, scale if scale == "float32" else plain.scale, plain.zeros)
+        if plain.activations is not None and not layout.rounds_activations:
+            raise CheckpointError("its products round activations")
+        own_scale = scale if scale == "float32" else plain.scale
+        kind = Kind(plain.numbers, rows, plain.group, own_scale, plain.zeros, plain.activations)
         return layout.written(kind, b.their_shape)
     except CheckpointError as e:
         about = own.describe() if isinstance(own, Stored) else type(own).__name__
@@ -75,8 +78,6 @@ def _plain(own: WeightFormat) -> Stored:
     """Return a format that is integers or floats times scales that are floats."""
     if type(own) is not Stored:
         raise CheckpointError("it has more than codes, scales and zero points of integers")
-    if own.activations is not None:
-        raise CheckpointError("its products round activations")
     if own.centred or own.numbers.startswith("kmeans"):
         raise CheckpointError(f"it has a {'mean' if own.centred else 'table'} for each matrix")
     if not own.float_scales:

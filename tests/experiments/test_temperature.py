@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
+import pathlib
 
 import numpy as np
 
-from experiments import stale
+FOLDER = pathlib.Path(__file__).parents[2] / "experiments" / "quantize"
 
 
 def test_divergences_are_those_of_the_distributions_that_tokens_are_drawn_from(monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(stale.ROOT / "experiments" / "quantize"), *sys.path])
-    from temperature import divergences
-
+    monkeypatch.syspath_prepend(str(FOLDER))
+    divergences = importlib.import_module("temperature").divergences
     full, few = np.random.default_rng(0).normal(size=(2, 3, 5, 16)) * 4
     for temperature in (0.3, 1.0, 2.0):
         p, q = (np.exp(x / temperature) / np.exp(x / temperature).sum(-1, keepdims=True) for x in (full, few))

@@ -140,7 +140,14 @@ def test_sizes_that_the_mesh_does_not_divide_are_not_tried():
     assert seq.largest % 3 == 0 and "predicted to take" in seq.why
 
 
-CONFIG = "train.model = @Transformer()\nTransformer.depth = 2\ntrain.layout = @Layout()\nLayout.mesh = 'fsdp=-1'\n"
+# of an attention whose plans are by formulas
+CONFIG = """
+train.model = @Transformer()
+Transformer.depth = 2
+Transformer.attention = @flash_attention
+train.layout = @Layout()
+Layout.mesh = 'fsdp=-1'
+"""
 
 
 def test_the_command_prints_limits_and_chooses_hardware(capfd, tmp_path):

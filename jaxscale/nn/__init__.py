@@ -11,6 +11,7 @@ from jaxscale.nn.attention import (
     is_softmax,
 )
 from jaxscale.nn.attention_layer import AttentionLayer, HeadDims, MultiHead, MultiHeadLatent, Projection, Width
+from jaxscale.nn.attention_sinks import SinkAttention, SinkMultiHead
 from jaxscale.nn.block import Block, SharesCapacity, reports
 from jaxscale.nn.cache import (
     Cache,
@@ -139,6 +140,8 @@ __all__ = [
     "Run",
     "RunCache",
     "SigmoidRouter",
+    "SinkAttention",
+    "SinkMultiHead",
     "SoftmaxRouter",
     "StableEmbedding",
     "StateArray",

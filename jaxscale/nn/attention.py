@@ -107,7 +107,8 @@ def dot_product_attention(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
-) -> Float[Array, "b s h dv"]:
+    return_lse: bool = False,
+) -> Any:
     """Softmax attention by `jax.nn.dot_product_attention`, which stores the S x S scores.
 
     Args:
@@ -120,11 +121,15 @@ def dot_product_attention(
       window: attend to this many latest positions only, the query's own included.
       softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
       scale: factor on the scores; `1 / sqrt(D)` by default.
+      return_lse: also return the float32 log-sum-exp of the visible scores (B, S, H).
+
+    Returns:
+      (B, S, H, Dv) in v's dtype, or that and the log-sum-exp.
     """
     mask = attention_mask(
         q.shape[1], k.shape[1], causal=causal, segment_ids=segment_ids, positions=positions, window=window
     )
-    if softcap is None and k.shape[-1] == v.shape[-1]:
+    if softcap is None and k.shape[-1] == v.shape[-1] and not return_lse:
         return checkpoint_name(jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale), "attn_out")
     d = q.shape[-1]
     q = rearrange(q, "b s (kv group) d -> b s kv group d", kv=k.shape[2])
@@ -136,7 +141,10 @@ def dot_product_attention(
         scores = jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = rearrange(jnp.einsum("bkgst,btkd->bskgd", weights, v), "b s kv group d -> b s (kv group) d")
-    return checkpoint_name(out, "attn_out")
+    out = checkpoint_name(out, "attn_out")
+    if not return_lse:
+        return out
+    return out, rearrange(jax.nn.logsumexp(scores, axis=-1), "b kv group s -> b s (kv group)")
 
 
 def attention_mask(
@@ -200,7 +208,7 @@ class Bidirectional:
         *,
         causal: bool = True,
         **options: Any,
-    ) -> Float[Array, "b s h dv"]:
+    ) -> Any:
         """Call the kernel without a causal mask, whatever `causal` is."""
         return self.kernel(q, k, v, causal=False, **options)
 
@@ -290,15 +298,26 @@ class Attention(nnx.Module):
                 q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             q, k, v, *more = (saved_as(x, "qkv") for x in (q, k, v, *more))
         with jax.named_scope("mix"):
-            options: dict[str, Any] = dict(window=self.window, softcap=self.softcap, scale=self.scale)
-            if isinstance(context.cache, LayerCache):
-                out = context.cache.mix(q, k, v, **options)
-            else:
-                tokens: dict[str, Any] = dict(segment_ids=context.segment_ids, positions=context.positions)
-                out = self.kernel(q, k, v, causal=True, **tokens, **options)
+            out = self.mix(q, k, v, context)
         with jax.named_scope("out"):
             out = self.finish(constrain(out, "batch", "seq", "heads", "head_dim"), *more)
             return out_of(constrain(out, "batch", "seq", "heads", "head_dim"), self.out, overlap=self.overlap)
+
+    def mix(self, q: Array, k: Array, v: Array, context: Context, **options: Any) -> Any:
+        """Return the kernel's result, or with a cache that of attention to the cached tokens and these.
+
+        Args:
+          q: queries (B, S, heads, head_dim).
+          k: keys (B, S, kv_heads, head_dim).
+          v: values, likewise.
+          context: the inputs that layers share.
+          **options: further arguments of the kernel.
+        """
+        options |= dict(window=self.window, softcap=self.softcap, scale=self.scale)
+        if isinstance(context.cache, LayerCache):
+            return context.cache.mix(q, k, v, **options)
+        tokens: dict[str, Any] = dict(segment_ids=context.segment_ids, positions=context.positions)
+        return self.kernel(q, k, v, causal=True, **tokens, **options)
 
     def beside(self) -> tuple[Linear, ...]:
         """Return further products of the layer's input, whose results `finish` gets."""

@@ -322,17 +322,22 @@ class LayerCache:
     state: State
     layer: Int[Array, ""]
 
-    def mix(self, q: Array, k: Array, v: Array, **mask: Any) -> Float[Array, "b s h dv"]:
+    def mix(self, q: Array, k: Array, v: Array, *, return_lse: bool = False, **mask: Any) -> Any:
         """Append keys and values to the cache, and attend to it.
 
         Args:
           q: queries (batch, columns, heads, key_dim).
           k: keys (batch, columns, kv_heads, key_dim).
           v: values (batch, columns, kv_heads, value_dim).
+          return_lse: return the log-sum-exp, too.
           **mask: `window`, `softcap` and `scale` of `Cache.attend`.
+
+        Returns:
+          the outputs of `Cache.attend`, or both of its results.
         """
         self.state = self.cache.append(self.state, self.layer, k, v, self.step)
-        return self.cache.attend(self.state, self.layer, q, self.step, value_dim=v.shape[-1], **mask)[0]
+        out, lse = self.cache.attend(self.state, self.layer, q, self.step, value_dim=v.shape[-1], **mask)
+        return (out, lse) if return_lse else out
 
     def before(self, recurrent: RecurrentState, name: str) -> Float[Array, "b s ..."]:
         """Return the state before each token: zero for the first of a sequence, and for padding.

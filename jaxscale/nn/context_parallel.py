@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -82,7 +82,8 @@ class ContextParallel:
         window: int | None = None,
         softcap: float | None = None,
         scale: float | None = None,
-    ) -> Float[Array, "b s h dv"]:
+        return_lse: bool = False,
+    ) -> Any:
         """Compute `dot_product_attention` of tokens in the order of `order`.
 
         With `segment_ids`, the tokens of a segment must be in the order of their positions, as packing leaves them, and
@@ -98,7 +99,8 @@ class ContextParallel:
         if ring is None:
             return flash_attention(
                 q, k, v, causal=causal, segment_ids=segment_ids, positions=positions, window=window, softcap=softcap,
-                scale=scale, deterministic=self.deterministic, implementation=self.implementation,
+                scale=scale, return_lse=return_lse, deterministic=self.deterministic,
+                implementation=self.implementation,
             )  # fmt: skip
         if q.shape[1] != k.shape[1]:
             raise LayoutError(
@@ -106,12 +108,14 @@ class ContextParallel:
                 f"a mesh without {' and '.join(ring.axes)}, or attention=dot_product_attention"
             )
         self.check(q.shape[1], q.shape[2], k.shape[2])
-        attend = Attend(causal, window, softcap, scale, self.deterministic, self.implementation, each=self._each(ring))
+        kernel = self.deterministic, self.implementation
+        attend = Attend(causal, window, softcap, scale, *kernel, each=self._each(ring), return_lse=return_lse)
 
-        def local(q: Array, k: Array, v: Array, segments: Array | None, positions: Array | None) -> Array:
+        def local(q: Array, k: Array, v: Array, segments: Array | None, positions: Array | None) -> Any:
             return self._over(q, k, v, attend.tokens(segments, positions), ring, attend)
 
-        return over_devices(local, q, k, v, segment_ids, positions, keys="seq", name=name)
+        tokens = segment_ids, positions
+        return over_devices(local, q, k, v, *tokens, keys="seq", name=name, return_lse=return_lse)
 
     def _ring(self) -> Ring | None:
         """Return the devices that the layout in force shards a sequence over, or `None`."""

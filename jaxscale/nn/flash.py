@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -36,9 +37,10 @@ def flash_attention(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    return_lse: bool = False,
     deterministic: bool = False,
     implementation: str | None = None,
-) -> Float[Array, "b s h dv"]:
+) -> Any:
     """Softmax attention without the S x S scores; sharded over batch and heads under a layout.
 
     Args:
@@ -51,8 +53,9 @@ def flash_attention(
       window: attend to this many latest positions only, the query's own included.
       softcap: scores become `softcap * tanh(scores / softcap)`.
       scale: factor on the scores; `1 / sqrt(D)` by default.
-      deterministic: see `pallas_kernels.flash_attention.flash_attention`.
-      implementation: see `pallas_kernels.flash_attention.flash_attention`.
+      return_lse: see `pallas_kernels.flash_attention.flash_attention`, as for the next two.
+      deterministic: likewise.
+      implementation: likewise.
 
     Raises:
       LayoutError: the layout shards the sequence or `head_dim`, or heads and key heads over different mesh axes.
@@ -60,7 +63,7 @@ def flash_attention(
     """
     refuse_split("flash_attention", *WHOLE)
 
-    def local(q: Array, k: Array, v: Array, segment_ids: Array | None, positions: Array | None) -> Array:
+    def local(q: Array, k: Array, v: Array, segment_ids: Array | None, positions: Array | None) -> Any:
         return _flash_attention(
             q,
             k,
@@ -71,15 +74,17 @@ def flash_attention(
             window=window,
             softcap=softcap,
             scale=scale,
+            return_lse=return_lse,
             deterministic=deterministic,
             implementation=implementation,
         )
 
-    return over_devices(local, q, k, v, segment_ids, positions, keys="kv_seq", name="flash_attention")
+    tokens = segment_ids, positions
+    return over_devices(local, q, k, v, *tokens, keys="kv_seq", name="flash_attention", return_lse=return_lse)
 
 
 def over_devices(
-    local: Callable[..., Array],
+    local: Callable[..., Any],
     q: Float[Array, "b s h d"],
     k: Float[Array, "b t kv d"],
     v: Float[Array, "b t kv dv"],
@@ -88,7 +93,8 @@ def over_devices(
     *,
     keys: str,
     name: str,
-) -> Float[Array, "b s h dv"]:
+    return_lse: bool = False,
+) -> Any:
     """Call `local(q, k, v, segment_ids, positions)` on every device's shards, under the layout in force.
 
     Args:
@@ -100,6 +106,7 @@ def over_devices(
       positions: global array, or `None`.
       keys: the logical axis of the keys' sequence.
       name: the attention's name, for errors.
+      return_lse: `local` returns the output and its log-sum-exp.
 
     Raises:
       LayoutError: heads and key heads are sharded over different mesh axes.
@@ -111,7 +118,7 @@ def over_devices(
     named = {"segment_ids": segment_ids, "positions": positions}
     tokens = [as_int32(name, n, x) for n, x in named.items() if x is not None]
 
-    def read(q: Array, k: Array, v: Array, *rest: Array) -> Array:
+    def read(q: Array, k: Array, v: Array, *rest: Array) -> Any:
         remaining = iter(rest)
         if whole:
             k, v = (heads_read_by(x, q.shape[2], groups, lax.axis_index(over)) for x in (k, v))
@@ -120,7 +127,8 @@ def over_devices(
 
     of_keys = ("batch", keys, "kv_heads", "head_dim")
     axes = (_QUERIES, of_keys, of_keys, *[("batch", "seq")] * len(tokens))
-    return sharded_op(read, q, k, v, *tokens, axes=axes, out_axes=_QUERIES, name=f"{name}'s operand")
+    out_axes = (_QUERIES, _QUERIES[:-1]) if return_lse else _QUERIES
+    return sharded_op(read, q, k, v, *tokens, axes=axes, out_axes=out_axes, name=f"{name}'s operand")
 
 
 def heads_over(kv_heads: int, name: str) -> tuple[tuple[str, ...], bool]:

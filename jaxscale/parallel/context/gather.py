@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from jaxscale.layout.tensors import Tree
 from jaxscale.parallel.context.local import Attend, Ring, Tokens
+from jaxscale.parallel.context.merge import Part
 from jaxscale.parallel.context.order import Chunks
 from jaxscale.parallel.context.ring import again_after
 from pallas_kernels.flash_attention import NAMES, flash_attention, gradients
@@ -31,7 +32,7 @@ def gather_attention(
     tokens: Tokens,
     ring: Ring,
     attend: Attend,
-) -> Float[Array, "b s h dv"]:
+) -> Any:
     """Attention of a device's queries to the keys of all devices, inside `shard_map`.
 
     The kernel finds the tiles that are not masked from positions; in zigzag order every device has the same number.
@@ -45,33 +46,34 @@ def gather_attention(
       ring: all devices.
       attend: see `ring_attention`.
     """
-    return _attend(q, k, v, tokens, ring, attend)
+    return attend.result(_attend(q, k, v, tokens, ring, attend))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attend(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Attend) -> Array:
-    return _whole(q, k, v, tokens, ring, attend)[0]
+def _attend(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Attend) -> Part:
+    return _whole(q, k, v, tokens, ring, attend)
 
 
-def _whole(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Attend) -> tuple[Array, Array]:
+def _whole(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Attend) -> Part:
     options = _kernel_options(q, tokens, ring, attend)
-    return flash_attention(q, *_gathered((k, v), ring), return_lse=True, **options)
+    return Part(*flash_attention(q, *_gathered((k, v), ring), return_lse=True, **options))
 
 
-def _forward(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Attend) -> tuple[Array, Any]:
+def _forward(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Attend) -> tuple[Part, Any]:
     out, lse = _whole(q, k, v, tokens, ring, attend)
-    out, lse = checkpoint_name(out, NAMES[0]), checkpoint_name(lse, NAMES[1])
-    return out, (q, k, v, tokens, out, lse)
+    part = Part(checkpoint_name(out, NAMES[0]), checkpoint_name(lse, NAMES[1]))
+    return part, (q, k, v, tokens, *part)
 
 
 def _backward(
-    ring: Ring, attend: Attend, residuals: tuple[Array, Array, Array, Tokens, Array, Array], dout: Array
+    ring: Ring, attend: Attend, residuals: tuple[Array, Array, Array, Tokens, Array, Array], cotangent: Part
 ) -> tuple[Array, Array, Array, None]:
+    dout, dlse = cotangent
     q, k, v, tokens, out, lse = residuals
     k, v, dout = again_after((k, v, dout))
     options = _kernel_options(q, tokens, ring, attend)
     k_all, v_all = _gathered((k, v), ring)
-    dq, *dkeys = gradients(q, k_all, v_all, out, lse, dout, **options)
+    dq, *dkeys = gradients(q, k_all, v_all, out, lse, dout, dlse=dlse if attend.return_lse else None, **options)
     dk, dv = (
         lax.psum_scatter(x.astype(jnp.float32), ring.axes, scatter_dimension=1, tiled=True).astype(x.dtype)
         for x in dkeys

@@ -100,6 +100,7 @@ class Attend:
       deterministic: see `flash_attention`.
       implementation: see `flash_attention`.
       each: chunks per device: 2 in zigzag order, else 1.
+      return_lse: return the output in q's dtype, and its log-sum-exp.
     """
 
     causal: bool
@@ -109,6 +110,11 @@ class Attend:
     deterministic: bool
     implementation: str | None
     each: int
+    return_lse: bool = False
+
+    def result(self, part: Part) -> Any:
+        """Return what the attention returns: the output, or with `return_lse` also the log-sum-exp."""
+        return tuple(part) if self.return_lse else part.out
 
     @property
     def options(self) -> dict[str, Any]:

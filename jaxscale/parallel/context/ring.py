@@ -33,7 +33,7 @@ def ring_attention(
     tokens: Tokens,
     ring: Ring,
     attend: Attend,
-) -> Float[Array, "b s h dv"]:
+) -> Any:
     """Attention of a device's queries to the keys of the whole ring, inside `shard_map`.
 
     Each device sends keys and values P - 1 times in one direction, and in the backward pass keys, values and their
@@ -47,12 +47,13 @@ def ring_attention(
       ring: the devices that the sequence is sharded over.
       attend: mask and kernel options.
     """
-    return _attend(q, k, v, tokens, ring, attend)
+    return attend.result(_attend(q, k, v, tokens, ring, attend))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attend(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Attend) -> Array:
-    return _whole(q, k, v, tokens, ring, attend).out.astype(q.dtype)
+def _attend(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Attend) -> Part:
+    out, lse = _whole(q, k, v, tokens, ring, attend)
+    return Part(out.astype(q.dtype), lse)
 
 
 def _whole(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Attend) -> Part:
@@ -68,28 +69,29 @@ def _whole(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Att
     return _walk(others, (coming, part), step)[1]
 
 
-def _forward(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Attend) -> tuple[Array, Residuals]:
+def _forward(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Attend) -> tuple[Part, Residuals]:
     out, lse = _whole(q, k, v, tokens, ring, attend)
     saved = Part(checkpoint_name(out.astype(q.dtype), NAMES[0]), checkpoint_name(lse, NAMES[1]))
-    return saved.out, ((q, k, v, tokens), saved)
+    return saved, ((q, k, v, tokens), saved)
 
 
-def _backward(ring: Ring, attend: Attend, residuals: Residuals, dout: Array) -> tuple[Array, Array, Array, None]:
+def _backward(ring: Ring, attend: Attend, residuals: Residuals, cotangent: Part) -> tuple[Array, Array, Array, None]:
     (q, k, v, tokens), (out, lse) = residuals
+    dout, dlse = cotangent
     k, v, dout = again_after((k, v, dout))
     queries, me = Queries(q, tokens), ring.index()
-    cotangent = Cotangent(dout, lse, delta(out, dout))
+    of_queries = Cotangent(dout, lse, delta(out, dout) - dlse)
     keys, (own, *others) = Keys(k, v, tokens), attend.visits(ring.size, q.shape[1], tokens)
 
     def step(carry: Tree, slots: tuple[Slot, ...], before: int, after: int) -> Tree:
         keys, dq, dkeys = carry
         coming, dkeys = ring.shift(keys, after), ring.shift(dkeys, before)
-        more, new = attend.backward(queries, keys, cotangent, slots, me)
+        more, new = attend.backward(queries, keys, of_queries, slots, me)
         # The sums from other devices arrive while this device computes, and are added afterwards.
         return coming, dq + more, new if dkeys is None else _add(dkeys, new)
 
     coming = ring.shift(keys, others[0].offset) if others else keys
-    dq, dkeys = attend.backward(queries, keys, cotangent, own.slots, me)
+    dq, dkeys = attend.backward(queries, keys, of_queries, own.slots, me)
     if others:
         _, dq, of_others = _walk(others, (coming, dq, None), step, alone=1)
         dkeys = _add(dkeys, ring.shift(of_others, -others[-1].offset))  # back to their owner

@@ -29,7 +29,7 @@ def token_ring_attention(
     tokens: Tokens,
     ring: Ring,
     attend: Attend,
-) -> Float[Array, "b s h dv"]:
+) -> Any:
     """Attention of a device's queries to the keys of the whole ring, inside `shard_map`.
 
     Each device sends queries P - 1 times in one direction, and as many outputs, in q's dtype with their float32
@@ -45,12 +45,13 @@ def token_ring_attention(
       ring: the devices that the sequence is sharded over.
       attend: mask and kernel options.
     """
-    return _attend(q, k, v, tokens, ring, attend)
+    return attend.result(_attend(q, k, v, tokens, ring, attend))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attend(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Attend) -> Array:
-    return _whole(q, k, v, tokens, ring, attend).out.astype(q.dtype)
+def _attend(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Attend) -> Part:
+    out, lse = _whole(q, k, v, tokens, ring, attend)
+    return Part(out.astype(q.dtype), lse)
 
 
 def _whole(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Attend) -> Part:
@@ -69,20 +70,21 @@ def _whole(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Att
     return part
 
 
-def _forward(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Attend) -> tuple[Array, Any]:
+def _forward(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Attend) -> tuple[Part, Any]:
     out, lse = _whole(q, k, v, tokens, ring, attend)
     saved = Part(checkpoint_name(out.astype(q.dtype), NAMES[0]), checkpoint_name(lse, NAMES[1]))
-    return saved.out, ((q, k, v, tokens), saved)
+    return saved, ((q, k, v, tokens), saved)
 
 
 def _backward(
-    ring: Ring, attend: Attend, residuals: tuple[Tree, Tree], dout: Array
+    ring: Ring, attend: Attend, residuals: tuple[Tree, Tree], cotangent: Part
 ) -> tuple[Array, Array, Array, None]:
     (q, k, v, tokens), (out, lse) = residuals
+    dout, dlse = cotangent
     q, dout = again_after((q, dout))
     keys, me = Keys(k, v, tokens), ring.index()
     own, *others = attend.visits(ring.size, q.shape[1], tokens)
-    coming = Queries(q, tokens), Cotangent(dout, lse, delta(out, dout))
+    coming = Queries(q, tokens), Cotangent(dout, lse, delta(out, dout) - dlse)
     (dq, dkeys), gone = attend.backward(coming[0], keys, coming[1], own.slots, me), 0
     for visit in others:
         coming = ring.shift(coming, gone - visit.offset)

@@ -8,6 +8,9 @@ LoongTrain, Gu et al. 2024).
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -22,7 +25,7 @@ def ulysses_attention(
     tokens: Tokens,
     ring: Ring,
     attend: Attend,
-) -> Float[Array, "b s h dv"]:
+) -> Any:
     """Attention of a device's queries to the keys of all devices, inside `shard_map`.
 
     The `ring.inner` neighbours of a group have consecutive parts of the sequence shard of one place in the ring.
@@ -46,4 +49,8 @@ def ulysses_attention(
 
     tokens = Tokens(gathered(tokens.segments), gathered(tokens.positions))
     out = ring_attention(together(q), together(k), together(v), tokens, ring, attend)
-    return lax.all_to_all(out, ring.axes, split_axis=1, concat_axis=2, tiled=True, axis_index_groups=whole)
+
+    def apart(x: Array) -> Array:
+        return lax.all_to_all(x, ring.axes, split_axis=1, concat_axis=2, tiled=True, axis_index_groups=whole)
+
+    return jax.tree.map(apart, out)

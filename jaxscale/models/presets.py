@@ -12,6 +12,7 @@ from jaxscale.models.positions import Learned
 from jaxscale.models.transformer_config import TransformerConfig
 from jaxscale.nn import (
     GELU,
+    ClampedSwiGLU,
     GatedDeltaNet,
     GatedMultiHead,
     GeGLU,
@@ -23,6 +24,7 @@ from jaxscale.nn import (
     QKNorm,
     Rotary,
     SigmoidRouter,
+    SinkMultiHead,
     SoftmaxRouter,
     UnitOffsetRMSNorm,
     YarnScaling,
@@ -362,3 +364,35 @@ def smollm3_3b(**changes: Any) -> TransformerConfig:
         memory="full",
     )
     return _changed(config, "smollm3_3b", changes)
+
+
+def _gpt_oss(depth: int, experts: int) -> TransformerConfig:
+    return TransformerConfig(
+        depth=depth,
+        vocab=201088,
+        width=2880,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        hidden=2880,
+        norm_eps=1e-5,
+        attention_layer=SinkMultiHead(),
+        mlp=MixtureOfExperts(experts=experts, top_k=4, hidden=2880, expert=ClampedSwiGLU, balance_loss=0.001),
+        positions=Rotary(150000.0, YarnScaling(32.0, 32.0, 1.0, 4096, whole_dims=False)),
+        windows=(128, None),
+        bias=True,
+        dtype="bfloat16",
+        memory="full",
+    )
+
+
+@register
+def gpt_oss_20b(**changes: Any) -> TransformerConfig:
+    """GPT-OSS 20B (OpenAI 2025): attention sinks, every other layer local, 32 experts of which a token uses four."""
+    return _changed(_gpt_oss(24, 32), "gpt_oss_20b", changes)
+
+
+@register
+def gpt_oss_120b(**changes: Any) -> TransformerConfig:
+    """GPT-OSS 120B (OpenAI 2025): as the 20B model, with 36 layers and 128 experts."""
+    return _changed(_gpt_oss(36, 128), "gpt_oss_120b", changes)

@@ -44,7 +44,7 @@ from jaxscale.nn.mixers import (
     Mamba2,
     RetNet,
 )
-from jaxscale.nn.mlp import GELU, FeedForward, GeGLU, SwiGLU
+from jaxscale.nn.mlp import GELU, ClampedSwiGLU, FeedForward, GeGLU, SwiGLU
 from jaxscale.nn.moe import Experts, MixtureOfExperts
 from jaxscale.nn.norms import LayerNorm, QKNorm, RMSNorm, UnitOffsetRMSNorm
 from jaxscale.nn.products import MXFP8, Clustered, Fp8, Int8, ProductRule, Products, Rounded
@@ -98,6 +98,7 @@ __all__ = [
     "Cache",
     "Context",
     "CheckedKernel",
+    "ClampedSwiGLU",
     "ContextKernel",
     "DecodeState",
     "Embedding",

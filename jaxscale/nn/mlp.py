@@ -18,6 +18,15 @@ from jaxscale.nn.narrow import saved_as
 gelu_tanh = partial(jax.nn.gelu, approximate=True)
 
 
+def quick_gelu(x: Array) -> Array:
+    """Return `x * sigmoid(1.702 * x)`, an approximation of GELU (Hendrycks & Gimpel 2016).
+
+    Args:
+      x: an array.
+    """
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
 class FeedForward(nnx.Module):
     """`down(act(up(x)))`, or with a gate `down(act(gate(x)) * up(x))` (Shazeer 2020).
 
@@ -63,9 +72,19 @@ class FeedForward(nnx.Module):
                 h = act(_named(up))
             else:
                 gate, up = into(x, self.gate, self.up, overlap=self.overlap)
-                h = act(_named(gate)) * _named(up)
+                h = type(self).combine(_named(gate), _named(up))
         with jax.named_scope("down"):
             return out_of(saved_as(h, "mlp_hidden"), self.down, overlap=self.overlap)
+
+    @classmethod
+    def combine(cls, gate: Array, up: Array) -> Array:
+        """Return the hidden layer of a gated feed-forward: `act(gate) * up`.
+
+        Args:
+          gate: the gate's product.
+          up: the other product, of the same shape.
+        """
+        return cls.activation(gate) * up
 
 
 def _named(h: Array) -> Array:
@@ -90,3 +109,17 @@ class GeGLU(FeedForward):
     """Gated, with a tanh-approximated GELU (Gemma)."""
 
     gated = True
+
+
+@register
+class ClampedSwiGLU(FeedForward):
+    """Gated, `(up + 1) * gate * sigmoid(1.702 * gate)`, the gate at most 7 and up between -7 and 7 (GPT-OSS)."""
+
+    gated = True
+    activation = staticmethod(quick_gelu)
+    limit = 7.0
+
+    @classmethod
+    def combine(cls, gate: Array, up: Array) -> Array:
+        """See `FeedForward`."""
+        return cls.activation(jnp.minimum(gate, cls.limit)) * (jnp.clip(up, -cls.limit, cls.limit) + 1)

@@ -21,9 +21,11 @@ from jaxscale.nn.memory import MemoryPolicy
 from jaxscale.nn.mlp import FeedForward, SwiGLU
 from jaxscale.nn.routers import Router, SoftmaxRouter
 from jaxscale.nn.stats import Stats
-from jaxscale.parallel import Arithmetic, Capacity, Choices, Slots, Weight, Weights, as_weight, expert_mlp
+from jaxscale.parallel import Arithmetic, Biases, Capacity, Choices, Slots, Weight, Weights, as_weight, expert_mlp
 from jaxscale.parallel.experts import DOWN, UP, check_groups
 from jaxscale.signatures import check_method
+
+_UP_BIAS, _DOWN_BIAS = ("experts", "expert_mlp"), ("experts", "norm")
 
 
 @register
@@ -109,8 +111,6 @@ class MixtureOfExperts:
         """
         if "mlp" in config.overlap:
             raise ConfigError("Transformer.overlap names 'mlp', and experts have other collectives; use ('attention',)")
-        if config.bias:
-            raise ConfigError("Transformer.bias = True needs a plain mlp, and experts have no biases; set it to False")
         if "mlp_hidden" in MemoryPolicy.of(config.memory).tile:
             raise ConfigError(
                 "Transformer.memory tiles 'mlp_hidden' along the sequence, and experts take tokens of all positions; "
@@ -167,14 +167,9 @@ class MixtureOfExperts:
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> Experts:
-        """Make the layer; arguments as `FeedForward`.
-
-        Raises:
-          ConfigError: `bias` is set, and experts have no biases.
-        """
-        if bias:
-            raise ConfigError("MixtureOfExperts has no biases; set Transformer.bias = False")
-        return Experts(self, width, hidden, out_scale=out_scale, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        """Make the layer; arguments as `FeedForward`. The router has a bias, too, if the experts have (GPT-OSS)."""
+        types: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
+        return Experts(self, width, hidden, bias=bias, out_scale=out_scale, rngs=rngs, **types)
 
 
 class Experts(nnx.Module):
@@ -187,6 +182,7 @@ class Experts(nnx.Module):
       config: the settings.
       width: width of the residual stream.
       hidden: the model's hidden width.
+      bias: add a bias after every matrix, and to the router's scores.
       out_scale: multiplies the initial standard deviation of `down`.
       dtype: dtype of the computation.
       param_dtype: dtype of the parameters.
@@ -201,6 +197,7 @@ class Experts(nnx.Module):
         width: int,
         hidden: int,
         *,
+        bias: bool = False,
         out_scale: float,
         dtype: DTypeLike,
         param_dtype: DTypeLike,
@@ -221,8 +218,18 @@ class Experts(nnx.Module):
         self.gate = parameter(UP, c.experts, width, one) if c.gated else None
         self.up = parameter(UP, c.experts, width, one)
         self.down = parameter(DOWN, c.experts, one, width, scale=out_scale)
+
+        def zero(axes: tuple[str, ...], *shape: int) -> nnx.Param[Any] | None:
+            return (
+                nnx.Param(named(jax.nn.initializers.zeros, *axes)(rngs.params(), shape, param_dtype)) if bias else None
+            )
+
+        self.router_bias = zero(("router",), c.experts)
+        self.gate_bias = zero(_UP_BIAS, c.experts, one) if c.gated else None
+        self.up_bias = zero(_UP_BIAS, c.experts, one)
+        self.down_bias = zero(_DOWN_BIAS, c.experts, width)
         types: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
-        self.shared = c.expert(width, shared, out_scale=out_scale, rngs=rngs, **types) if shared else None
+        self.shared = c.expert(width, shared, bias=bias, out_scale=out_scale, rngs=rngs, **types) if shared else None
         normal = jax.nn.initializers.truncated_normal(truncated_std(width))
         gate = named(normal, "norm")  # a vector that FSDP does not shard, as a norm's scale
         self.shared_gate = nnx.Param(gate(rngs.params(), (width,), param_dtype)) if c.shared_gate else None
@@ -265,16 +272,34 @@ class Experts(nnx.Module):
         arithmetic = as_weight(self.up.get_value()).arithmetic(self.arithmetic)
         if arithmetic.reparametrised is not None:
             weights = Weights._make(None if w is None else jax.vmap(arithmetic.matrix)(w) for w in weights)
-        act = c.expert.activation
+        act, combine = c.expert.activation, c.expert.combine
         if isinstance(routed, Choices):
             self._show(stored, weights, x, routed)
         with jax.named_scope("experts"):
-            y = expert_mlp(x, routed, weights, act=act, arithmetic=arithmetic, capacity=capacity, gathered=gathered)
+            y = expert_mlp(
+                x,
+                routed,
+                weights,
+                biases=self._biases(),
+                act=act,
+                combine=combine,
+                arithmetic=arithmetic,
+                capacity=capacity,
+                gathered=gathered,
+            )
         if self.shared is not None:
             with jax.named_scope("shared"):
                 y = y + self._gated(self.shared(constrain(x, "batch", "seq", "embed")), x)
         with jax.named_scope("router"):
             return y, self._stats(scores, routed, bias, capacity, real)
+
+    def _biases(self) -> Biases | None:
+        """Return the experts' biases, float32."""
+        if self.up_bias is None or self.down_bias is None:
+            return None
+        gate = None if self.gate_bias is None else in_use(self.gate_bias.get_value(), _UP_BIAS, jnp.float32)
+        up = in_use(self.up_bias.get_value(), _UP_BIAS, jnp.float32)
+        return Biases(gate, up, in_use(self.down_bias.get_value(), _DOWN_BIAS, jnp.float32))
 
     def _show(self, stored: list[Weight | None], weights: Weights, x: Array, routed: Choices) -> None:
         """Tell each weight what its experts multiply by it, as functions, which calibration alone calls."""
@@ -283,10 +308,16 @@ class Experts(nnx.Module):
             return jnp.any(jax.nn.one_hot(routed.ids, self.config.experts, dtype=bool), axis=2)
 
         def hidden() -> Array:
-            act, up = self.config.expert.activation, jnp.einsum("bse,xem->xbsm", x, weights.up)
+            expert, biases = self.config.expert, self._biases()
+
+            def product(w: Array, bias: Array | None) -> Array:
+                y = jnp.einsum("bse,xem->xbsm", x, w)
+                return y if bias is None else y + bias[:, None, None]
+
+            up = product(weights.up, biases and biases.up)
             if weights.gate is None:
-                return act(up)
-            return act(jnp.einsum("bse,xem->xbsm", x, weights.gate)) * up
+                return expert.activation(up)
+            return expert.combine(product(weights.gate, biases and biases.gate), up)
 
         for w, inputs in zip(stored, (lambda: x, lambda: x, hidden), strict=True):
             if w is not None:
@@ -301,6 +332,8 @@ class Experts(nnx.Module):
         x = constrain(x, "expert_batch", "expert_seq", "embed").astype(jnp.float32)
         kernel = in_use(self.router.get_value(), ("embed", "router"), jnp.float32)
         scores = jnp.einsum("bse,ex->bsx", x, kernel, precision=lax.Precision.HIGHEST)
+        if self.router_bias is not None:
+            scores = scores + in_use(self.router_bias.get_value(), ("router",), jnp.float32)
         return constrain(scores, "expert_batch", "expert_seq", None)
 
     def _gated(self, y: Array, x: Array) -> Array:

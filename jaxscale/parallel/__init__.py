@@ -7,7 +7,7 @@ from jaxscale.parallel.copies import average_copies, each_copy, mean_copy, why_n
 from jaxscale.parallel.cross_entropy import sharded_cross_entropy
 from jaxscale.parallel.embedding import sharded_lookup
 from jaxscale.parallel.ends import logsumexp_over, share_over, sum_over
-from jaxscale.parallel.experts import Capacity, Choices, Slots, Weights, expert_mlp, wire_rows
+from jaxscale.parallel.experts import Biases, Capacity, Choices, Slots, Weights, expert_mlp, wire_rows
 from jaxscale.parallel.linear_attention import linear_attention
 from jaxscale.parallel.linear_scan import linear_scan
 from jaxscale.parallel.reductions import sharded_logsumexp
@@ -35,6 +35,7 @@ from jaxscale.parallel.wires import (
 
 __all__ = [
     "Arithmetic",
+    "Biases",
     "Capacity",
     "Cast",
     "Choices",

@@ -70,6 +70,20 @@ class Weights(NamedTuple):
     down: Float[Array, "x f e"]
 
 
+class Biases(NamedTuple):
+    """What is added after the experts' products, float32.
+
+    Args:
+      gate: after the gates' product, or `None` without gates.
+      up: after the first product.
+      down: after the last product.
+    """
+
+    gate: Float[Array, "x f"] | None
+    up: Float[Array, "x f"]
+    down: Float[Array, "x e"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Capacity:
     """The number of tokens that an expert takes of each group of consecutive tokens.
@@ -89,6 +103,8 @@ def expert_mlp(
     weights: Weights,
     *,
     act: Callable[[Array], Array],
+    combine: Callable[[Array, Array], Array] | None = None,
+    biases: Biases | None = None,
     arithmetic: Arithmetic,
     capacity: Capacity | None = None,
     gathered: bool = False,
@@ -112,6 +128,8 @@ def expert_mlp(
       routed: the experts of each token, or the tokens of each expert.
       weights: float32 or bfloat16, with logical axes `UP` and `DOWN`.
       act: the activation function.
+      combine: the hidden layer of `gate(x)` and `up(x)`; `None` is `act(gate) * up`.
+      biases: added after each product, or `None`.
       arithmetic: the numbers of products; its dtype is that of what devices exchange.
       capacity: capacity for `Choices`; `None` drops nothing. It has no effect on `Slots`.
       gathered: whether the weights are sharded as activations already (`Weight.gathered`).
@@ -127,8 +145,8 @@ def expert_mlp(
     x, seed = x.astype(arithmetic.dtype), next_seed() if arithmetic.random else None
     layout, (free, manual) = current(), free_and_manual()
     if layout is None or not free:
-        return _local(x, routed, weights, weights, seed, _Settings(act, arithmetic, capacity))
-    settings = _settings(act, arithmetic, capacity)
+        return _local(x, routed, weights, weights, biases, seed, _Settings(act, combine, arithmetic, capacity))
+    settings = _settings(act, combine, arithmetic, capacity)
     if gathered:
         settings = dataclasses.replace(settings, gathered=(), scattered=())
     if not manual:
@@ -150,6 +168,8 @@ def expert_mlp(
         down = spec(settings.experts, cut_over("expert_mlp"), embed)
         return Weights(None if weights.gate is None else up, up, down)  # type: ignore[arg-type]  # of the same tree
 
+    up_bias, down_bias = spec(settings.experts, cut_over("expert_mlp")), spec(settings.experts, ())
+    of_biases = None if biases is None else Biases(None if biases.gate is None else up_bias, up_bias, down_bias)  # type: ignore[arg-type]
     # `taps` are sharded as gradients: only their cotangents are used, and of `weights` only the values.
     taps = weights
     if settings.scattered != settings.gathered:
@@ -158,18 +178,21 @@ def expert_mlp(
     weights = jax.tree.map(lax.stop_gradient, weights)
     stack = lax.with_sharding_constraint(jnp.broadcast_to(x, (copies, *x.shape)), tokens)
     y = jax.shard_map(
-        lambda x, routed, weights, taps, seed: _local(x[0], routed, weights, taps, seed, settings)[None],
+        lambda x, routed, weights, taps, biases, seed: _local(x[0], routed, weights, taps, biases, seed, settings)[
+            None
+        ],
         in_specs=(
             tokens,
             jax.tree.map(lambda r: PartitionSpec(*route[: r.ndim]), routed),
             kernels(settings.gathered),
             kernels(settings.scattered),
+            of_biases,
             PartitionSpec(),
         ),
         out_specs=tokens,
         axis_names=free if manual else set(),
         check_vma=False,  # copies differ until they are summed
-    )(stack, routed, weights, taps, seed)
+    )(stack, routed, weights, taps, biases, seed)
     # in y's dtype, and with a constant initial value, without which the derivative is computed slice by slice
     return constrain(lax.reduce(y, np.zeros([], y.dtype), lax.add, (0,)), *TOKENS)
 
@@ -197,6 +220,7 @@ class _Settings:
 
     Args:
       act: the activation function.
+      combine: see `expert_mlp`.
       arithmetic: the numbers of products.
       capacity: the capacity, or `None`.
       experts: all mesh axes that shard experts.
@@ -209,6 +233,7 @@ class _Settings:
     """
 
     act: Callable[[Array], Array]
+    combine: Callable[[Array, Array], Array] | None
     arithmetic: Arithmetic
     capacity: Capacity | None
     experts: tuple[str, ...] = ()
@@ -231,7 +256,12 @@ class _Settings:
         return ((), self.mlp) if embed == 1 else (self.mlp, ())
 
 
-def _settings(act: Callable[[Array], Array], arithmetic: Arithmetic, capacity: Capacity | None) -> _Settings:
+def _settings(
+    act: Callable[[Array], Array],
+    combine: Callable[[Array, Array], Array] | None,
+    arithmetic: Arithmetic,
+    capacity: Capacity | None,
+) -> _Settings:
     experts, mlp = cut_over("experts"), cut_over("expert_mlp")
     tokens = cut_over("expert_batch", "expert_seq")
 
@@ -242,7 +272,7 @@ def _settings(act: Callable[[Array], Array], arithmetic: Arithmetic, capacity: C
     sent = tuple(m for m in experts if m in tokens)
     summed = tuple(m for m in (*experts, *mlp) if m not in tokens)
     gathered, scattered = embed("params"), embed("grads")
-    return _Settings(act, arithmetic, capacity, experts, sent, summed, gathered, scattered, mlp, tokens)
+    return _Settings(act, combine, arithmetic, capacity, experts, sent, summed, gathered, scattered, mlp, tokens)
 
 
 def _check(x: Array, weights: Weights, capacity: Capacity | None) -> None:
@@ -286,13 +316,19 @@ def check_groups(seq: int, capacity: Capacity, *, dropless: bool = False) -> Non
 
 
 def _local(
-    x: Array, routed: Choices | Slots, weights: Weights, taps: Weights, seed: Array | None, settings: _Settings
+    x: Array,
+    routed: Choices | Slots,
+    weights: Weights,
+    taps: Weights,
+    biases: Biases | None,
+    seed: Array | None,
+    settings: _Settings,
 ) -> Array:
     """The layer on one device, with its tokens and its experts."""
     if seed is not None:  # places are counted on each device, which has random numbers of its own
         for m in dict.fromkeys((*settings.tokens, *settings.experts, *settings.mlp)):
             seed = mixed(seed + lax.axis_index(m).astype(jnp.uint32))
-    apply = functools.partial(_mlp, weights=weights, taps=taps, seed=seed, settings=settings)
+    apply = functools.partial(_mlp, weights=weights, taps=taps, biases=biases, seed=seed, settings=settings)
     local_experts = weights.up.shape[0]
     if settings.capacity is None:
         assert isinstance(routed, Choices)
@@ -415,6 +451,7 @@ def _mlp(
     *,
     weights: Weights,
     taps: Weights,
+    biases: Biases | None,
     seed: Array | None,
     settings: _Settings,
 ) -> Array:
@@ -429,13 +466,31 @@ def _mlp(
         own = None if seed is None else mixed(seed + jnp.uint32(number))
         return _product(rows, kernel, tap, sizes, own, embed, settings)
 
-    up = checkpoint_name(product(0, rows, weights.up, taps.up, 1), "mlp_up")
+    def plus(y: Array, bias: Array | None) -> Array:
+        return y if bias is None else (y + _of_rows(bias, len(rows), sizes)).astype(y.dtype)
+
+    gate_bias, up_bias, down_bias = biases or (None, None, None)
+    up = checkpoint_name(plus(product(0, rows, weights.up, taps.up, 1), up_bias), "mlp_up")
     if weights.gate is None or taps.gate is None:
         h = settings.act(up)
     else:
-        h = settings.act(checkpoint_name(product(1, rows, weights.gate, taps.gate, 1), "mlp_up")) * up
+        gate = checkpoint_name(plus(product(1, rows, weights.gate, taps.gate, 1), gate_bias), "mlp_up")
+        h = settings.act(gate) * up if settings.combine is None else settings.combine(gate, up)
     h = (checkpoint_name(h, "mlp_hidden") * scale).astype(settings.arithmetic.dtype)
-    return product(2, h, weights.down, taps.down, 2)
+    y = product(2, h, weights.down, taps.down, 2)
+    if down_bias is None:
+        return y
+    if settings.mlp:  # of the devices whose outputs are summed, one adds it
+        down_bias = jnp.where(lax.axis_index(settings.mlp) == 0, down_bias, 0)
+    return (y + scale * _of_rows(down_bias, len(rows), sizes)).astype(y.dtype)
+
+
+def _of_rows(bias: Float[Array, "x n"], rows: int, sizes: Int[Array, " x"] | None) -> Array:
+    """Return the bias of each row's expert, for rows as those of `_mlp`."""
+    if sizes is None:
+        return bias[:, None]
+    expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right")
+    return jnp.take(bias, expert, axis=0, mode="fill", fill_value=0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))

@@ -137,7 +137,6 @@ def test_a_mixed_stack_counts_every_layers_parameters_and_products():
         (dict(blocks=(BlockConfig(window=0),)), ["Block.window = 0", "at least 1"]),
         (dict(blocks=(GatedRecurrence(),)), ["Transformer.blocks", "BlockConfig"]),
         (dict(blocks=(BlockConfig(mixer=len),)), ["Block.mixer = len", "called as (width, heads"]),
-        (dict(blocks=(BlockConfig(mlp=MixtureOfExperts()),), bias=True), ["Transformer.bias", "no biases"]),
         (dict(parametrisation=MuP(base_width=16)), ["Transformer.parametrisation", "GatedRecurrence", "MultiHead()"]),
     ],
 )

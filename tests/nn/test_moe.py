@@ -12,12 +12,13 @@ from flax import nnx
 
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import Layout, Rules, abstract, constrain, preset
-from jaxscale.nn import GELU, ExpertChoiceRouter, MixtureOfExperts, SigmoidRouter, SoftmaxRouter
+from jaxscale.models import TransformerConfig
+from jaxscale.nn import GELU, ClampedSwiGLU, ExpertChoiceRouter, MixtureOfExperts, SigmoidRouter, SoftmaxRouter
 from jaxscale.parallel.experts import Capacity, Choices, fill
 from tests.truth import numpy_experts as truth
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
-from tests.truth.layouts import in_force, to_numpy
+from tests.truth.layouts import assert_layouts_agree, in_force, random_batch, to_numpy
 from tests.truth.params import random_params
 
 WIDTH, HIDDEN, ROWS, SEQ = 4, 4, 8, 8
@@ -231,11 +232,6 @@ def test_a_group_that_does_not_fill_the_row_is_refused():
         Four(capacity=1.0, group=6).slots(8)
 
 
-def test_biases_are_refused():
-    with raises_saying(ConfigError, "MixtureOfExperts has no biases", "Transformer.bias = False"):
-        Four()(WIDTH, HIDDEN, bias=True, rngs=nnx.Rngs(0))
-
-
 def test_a_group_that_a_layout_cuts_is_refused():
     with raises_saying(LayoutError, "rows of 8 tokens over 2", "groups of 8", "MixtureOfExperts.group = 4"):
         _run("switch", Layout("context=2"))
@@ -243,3 +239,11 @@ def test_a_group_that_a_layout_cuts_is_refused():
 
 def _float64(tree):
     return jax.tree.map(lambda a: np.asarray(a, np.float64), tree)
+
+
+@pytest.mark.parametrize("capacity", [None, pytest.param(1.5, marks=pytest.mark.long)])
+def test_experts_with_biases_and_a_clamped_gate_train_alike_on_every_layout(capacity):
+    mlp = MixtureOfExperts(experts=4, top_k=2, hidden=16, expert=ClampedSwiGLU, capacity=capacity)
+    config = TransformerConfig(depth=1, width=16, heads=4, head_dim=4, vocab=32, hidden=16, mlp=mlp, bias=True)
+    batch = random_batch(32, rows=4, seq=8, lengths=(4, 1, 2))
+    assert_layouts_agree(config, [Layout("expert=2,tensor=2,fsdp=2")], batch=batch)

@@ -86,6 +86,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3Text",
         dict(_GEMMA, sliding_window_pattern=2, rope_scaling={"rope_type": "linear", "factor": 8.0}),
     ),
+    "gpt_oss": (
+        "GptOss",
+        dict(
+            _GROUPED,
+            num_key_value_heads=4,
+            head_dim=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=7,
+            rope_parameters=dict(YARN, truncate=False),
+        ),
+    ),
     "smollm3": (
         "SmolLM3",
         dict(_GROUPED, num_hidden_layers=5, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=7),

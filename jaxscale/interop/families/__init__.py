@@ -6,6 +6,7 @@ from jaxscale.interop.families import (
     gemma2,
     gemma3,
     gpt2,
+    gpt_oss,
     kimi_k2,
     llama,
     mistral,
@@ -40,6 +41,7 @@ FAMILIES: tuple[Family, ...] = (
     deepseek_v2.FAMILY,
     deepseek_v3.FAMILY,
     kimi_k2.FAMILY,
+    gpt_oss.FAMILY,
     gpt2.FAMILY,
 )
 """All families, in the order in which an export tries them; of equally near ones, errors name the first."""

@@ -23,9 +23,9 @@ class Rate:
     """How fast a model generates in a weight format, and the bytes that it takes.
 
     Args:
-      parameters: bytes of all parameters, over all devices, as they are in memory.
+      parameters: bytes of all parameters in their format; copies on several devices count once.
       tokens: how many were generated in the timed call.
-      seconds: the timed call took, prompts included.
+      seconds: of the timed call, for which a paged cache has the prompts' whole pages already.
       peak: the most bytes in use on the first device so far in this process; `None` where it is not reported.
     """
 

@@ -73,7 +73,7 @@ def read_scaling(entry: Json, c: Fields) -> RotaryScaling | None:
     kind = entry.pop("rope_type", None) or entry.get("type") or "default"
     entry.pop("type", None)
     if not isinstance(kind, str) or kind not in SCALINGS:
-        raise CheckpointError(f"{c.what} has the rope type '{short(kind)}'{near(short(kind), SCALINGS)}")
+        raise CheckpointError(f"{c.what} has the rope type {short(kind)}{near(str(kind), SCALINGS)}")
     for name, value in entry.items():
         several = value if isinstance(value, list) else [value]
         if value is not None and not all(isinstance(x, bool) or (is_number(x) and x >= 0) for x in several):

@@ -48,7 +48,9 @@ def prompted_hidden(
     place = jnp.arange(seq, dtype=jnp.int32)[None] if positions is None else positions
     place = jnp.concatenate([at, jnp.broadcast_to(place, (rows, seq)) + length], axis=1)
     if segment_ids is not None:
-        segment_ids = jnp.concatenate([jnp.broadcast_to(segment_ids[:, :1], (rows, length)), segment_ids], axis=1)
+        begins = jnp.argmax(segment_ids != 0, axis=1)[:, None]  # padding may come first
+        first = jnp.take_along_axis(segment_ids, begins, axis=1)
+        segment_ids = jnp.concatenate([jnp.broadcast_to(first, (rows, length)), segment_ids], axis=1)
     context = model.context(length + seq, positions=place, segment_ids=segment_ids)
     x, _ = model.layers(jnp.concatenate([before, x], axis=1), context)
     return model.finish(x)[:, length:]

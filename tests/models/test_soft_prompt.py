@@ -50,6 +50,15 @@ def test_only_the_first_document_of_a_packed_row_sees_the_prompt():
     np.testing.assert_allclose(got[:, :7], prompted_hidden(model, prompt, TOKENS[:, :7]), atol=1e-5)
 
 
+def test_padding_before_the_first_document_does_not_hide_the_prompt_from_it():
+    model = model_of()
+    segments = jnp.asarray([[0] * 2 + [1] * 10] * 2)
+    positions = jnp.asarray([[0, 0, *range(10)]] * 2, jnp.int32)
+    prompt = model.embed(TOKENS[:1, :4])[0]
+    got = prompted_hidden(model, prompt, TOKENS, positions=positions, segment_ids=segments)
+    np.testing.assert_allclose(got[:, 2:], prompted_hidden(model, prompt, TOKENS[:, 2:]), atol=1e-5)
+
+
 def test_learned_positions_are_refused():
     model = model_of(dataclasses.replace(MODEL, positions=Learned(32)))
     with raises_saying(ConfigError, "use a model with rotary positions"):

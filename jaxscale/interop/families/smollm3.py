@@ -25,9 +25,9 @@ def _model(c: Fields) -> TransformerConfig:
     rotated = c.get("no_rope_layers", [int((i + 1) % every != 0) for i in range(depth)])
     if len(rotated) < depth:
         raise CheckpointError(f"{c.what} has {len(rotated)} no_rope_layers and {depth} layers")
-    size = c.get("sliding_window", None) if c.only("use_sliding_window", False, True) else None
-    types = c.get("layer_types", [SLIDING if size and not r else FULL for r in rotated[:depth]])
-    windows = by_types(c, types, size)
+    size, windowed = c.get("sliding_window", None), c.only("use_sliding_window", False, True)
+    types = c.get("layer_types", [SLIDING if size and windowed and not r else FULL for r in rotated[:depth]])
+    windows = by_types(c, types, size)  # of layers that say so, transformers masks a window in either case
     layers = [(windows[i % len(windows)], bool(rotated[i])) for i in range(depth)]
     patterned = all(r for _, r in layers)
     return TransformerConfig(

@@ -5,10 +5,9 @@ millisecond to compute. If the candidate fits, the communication of its layout w
 is added to the bound; it is traced once for each layout. Candidates are evaluated fully in the order of their bounds,
 until the bound of the next one is too far above the fastest that fits; candidates that an evaluated one beats in both
 time and memory are skipped. A candidate fits if the upper end of its error bar does (`jaxscale.plan.error_bars`). No
-better candidate is missed where formulas give the memory. Where the traced step gives it, formulas skip a candidate by
-the lower end of their error bar, and traced bytes below that end are missed: in a toy model, by 7%, the smallest of a
-front. Finally the fastest candidates of the Pareto front are compiled. A run that no formula covers is searched by
-tracing steps (`jaxscale.plan.search_traced`), as many as there is time for.
+better candidate is missed where formulas give the memory; where the traced step gives it, none that takes no less than
+formulas say by twice their error bar. Finally the fastest candidates of the Pareto front are compiled. A run that no
+formula covers is searched by tracing steps (`jaxscale.plan.search_traced`), as many as there is time for.
 """
 
 from __future__ import annotations
@@ -269,6 +268,7 @@ def _walk(
                 estimates[at] = estimate(c.config, target)
                 traces = better_traced(c.config, target)  # if so, formulas only rule out what surely does not fit
                 low, sizes[at] = error_bar(c.config, target, estimates[at].device).bytes(estimates[at].device)
+                low = max(c.floor, 2 * low - estimates[at].device)  # one in ten lies outside of the bar
                 least[at] = low if traces else estimates[at].device
                 if (low if traces else sizes[at]) <= target.chip.capacity:
                     fitting += not traces

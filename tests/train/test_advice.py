@@ -251,7 +251,6 @@ MODELS = {
         ("post_norm = True", "parallel = False"),
         [dict(post_norm=True, parallel=False)],
     ),
-    "experts' biases": (dict(mlp=EXPERTS, bias=True), ("set it to False",), [dict(bias=False)]),
     "experts' overlap": (
         dict(mlp=EXPERTS, overlap=("attention", "mlp")),
         ("use ('attention',)",),

@@ -135,7 +135,7 @@ def test_a_larger_run_is_never_planned_with_less_memory():
 @pytest.mark.long
 def test_a_larger_run_is_never_planned_with_less_memory_100_times():
     result, wrong = falls(range(24, 144))  # 500 runs of range(600) take six minutes
-    assert result >= 95 and not wrong, wrong
+    assert result >= 80 and not wrong, wrong
 
 
 COMPILED = (13.36, 13.89, 14.40, 14.92)

@@ -98,6 +98,7 @@ def quantize(
         raise RunError(f"{out} already exists; name another folder")
     infos = describe_model(run.config.model)[1]
     recipe.infos(infos)  # raises if the format does not fit
+    recipe.model(run.config.model)  # likewise
     batches = []
     if recipe.reads_inputs:
         observable(run.config.model)
@@ -148,7 +149,8 @@ def _unfinished(path: Path) -> bool:
 
 
 def _settings(run: Run, path: Path, recipe: Recipe, layout: Layout | None) -> TrainConfig:
-    config = dataclasses.replace(run.config, start=None, adapters=None, stored=recipe.format, layout=layout)
+    model, form = recipe.model(run.config.model), recipe.format
+    config = dataclasses.replace(run.config, model=model, start=None, adapters=None, stored=form, layout=layout)
     if run.imported is not None and isinstance(config.tokenizer, HFTokenizer):
         file = str((path / HF / "tokenizer.json").absolute())
         config = dataclasses.replace(config, tokenizer=dataclasses.replace(config.tokenizer, path=file))

@@ -12,7 +12,9 @@ from jaxscale.nn.attention import (
 )
 from jaxscale.nn.attention_layer import AttentionLayer, HeadDims, MultiHead, MultiHeadLatent, Projection, Width
 from jaxscale.nn.attention_sinks import SinkAttention, SinkMultiHead
+from jaxscale.nn.binary_attention import BinaryAttention
 from jaxscale.nn.block import Block, SharesCapacity, reports
+from jaxscale.nn.blockwise import BlockwiseAttention, BlockwiseFeedForward, BlockwiseNorm
 from jaxscale.nn.cache import (
     Cache,
     DecodeState,
@@ -48,6 +50,7 @@ from jaxscale.nn.mlp import GELU, ClampedSwiGLU, FeedForward, GeGLU, SwiGLU
 from jaxscale.nn.moe import Experts, MixtureOfExperts
 from jaxscale.nn.norms import LayerNorm, QKNorm, RMSNorm, UnitOffsetRMSNorm
 from jaxscale.nn.products import MXFP8, Clustered, Fp8, Int8, ProductRule, Products, Rounded
+from jaxscale.nn.query_key_product import QueryKeyProduct, QueryKeyProductAttention
 from jaxscale.nn.recurrent import convolution, document_starts, matrix_recurrence, recurrence
 from jaxscale.nn.reversible import ReversibleRun
 from jaxscale.nn.rotary import (
@@ -94,7 +97,11 @@ __all__ = [
     "AttentionKernel",
     "AttentionLayer",
     "Bidirectional",
+    "BinaryAttention",
     "Block",
+    "BlockwiseAttention",
+    "BlockwiseFeedForward",
+    "BlockwiseNorm",
     "Cache",
     "Context",
     "CheckedKernel",
@@ -132,6 +139,8 @@ __all__ = [
     "Packed",
     "Projection",
     "QKNorm",
+    "QueryKeyProduct",
+    "QueryKeyProductAttention",
     "RMSNorm",
     "ReversibleRun",
     "RingAttention",

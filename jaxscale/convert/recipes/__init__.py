@@ -3,6 +3,7 @@
 from jaxscale.convert.recipes.allocated import AllocatedBits
 from jaxscale.convert.recipes.awq import AWQ
 from jaxscale.convert.recipes.base import Cost, Folding, Inputs, Recipe, output_error
+from jaxscale.convert.recipes.bct import BCT
 from jaxscale.convert.recipes.bit_stack import BitStack
 from jaxscale.convert.recipes.block_pruning import BlockPruning
 from jaxscale.convert.recipes.comet import COMET
@@ -16,6 +17,7 @@ from jaxscale.convert.recipes.smoothquant import SmoothQuant
 
 __all__ = [
     "AWQ",
+    "BCT",
     "COMET",
     "GPTQ",
     "HQQ",

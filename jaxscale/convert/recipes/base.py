@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -122,6 +122,14 @@ class Recipe(abc.ABC):
             recipe = getattr(self, "recipe", self)  # of which this one repairs the error
             own = f"{type(recipe).__name__}.group" if recipe.weights is None else "Stored.group"
             raise ConfigError(str(e).replace("Stored.group", own)) from None
+
+    def model(self, config: Any) -> Any:
+        """Return the config of the quantised run's model: by default that of the run, whose parameters it must have.
+
+        Args:
+          config: the model of the run that is quantised.
+        """
+        return config
 
     def settled(self, costs: Callable[[], Mapping[str, Cost]]) -> Recipe:
         """Return the recipe with everything decided that depends on all matrices together.

@@ -44,9 +44,9 @@ class BCT(Recipe):
     softmax: bool = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.weights is None and self.bits < 2:
+        if self.weights is None and self.bits == 1:
             raise ConfigError(f"BCT.bits = {self.bits}: integers have a sign; use 2 to 8")
+        super().__post_init__()
         try:
             BlockwiseAttention(self.activations, self.size)
         except ConfigError as e:

@@ -102,8 +102,8 @@ class QueryKeyProduct(MultiHead):
             name = "positions" if isinstance(config.positions, Rotary) else "local_positions"
             raise ConfigError(
                 f"Transformer.{name} = Rotary(...) rotates queries and keys between the two matrices that "
-                "QueryKeyProduct multiplies with each other; set it to None, or positions = Learned(...), or use "
-                "MultiHead() with Transformer.products = @Rounded()"
+                "QueryKeyProduct multiplies with each other; set it to None, or positions = "
+                "@LearnedPositions(), or use MultiHead() with Transformer.products = @Rounded()"
             )
         for name in ("qk_norm", "qkv_bias", "bias"):
             if getattr(config, name):

@@ -72,7 +72,7 @@ def test_it_is_the_same_on_a_layout():
 @pytest.mark.parametrize(
     "change, words",
     [
-        (dict(positions=Rotary()), ("Transformer.positions = Rotary", "Learned(...)")),
+        (dict(positions=Rotary()), ("Transformer.positions = Rotary", "@LearnedPositions()")),
         (dict(qk_norm=QKNorm()), ("Transformer.qk_norm", "MultiHead()")),
         (dict(qkv_bias=True), ("Transformer.qkv_bias = True", "remove it")),
         (dict(overlap=("attention",)), ("Transformer.overlap", "remove it")),

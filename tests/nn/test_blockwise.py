@@ -111,6 +111,7 @@ def test_attention_is_the_same_on_a_layout():
     np.testing.assert_allclose(cut, plain, atol=1e-6)
 
 
+@pytest.mark.long
 def test_a_quantised_run_has_the_parameters_of_the_run_and_rounds_all_operations(tmp_path, caplog):
     data = js.data.synthetic(documents=40, length=30, vocab_size=32)
     options = dict(data=data, layout=None, batch_size=2, seq_len=8, eval_batches=0, quiet=True)

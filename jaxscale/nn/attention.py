@@ -131,20 +131,47 @@ def dot_product_attention(
     )
     if softcap is None and k.shape[-1] == v.shape[-1] and not return_lse:
         return checkpoint_name(jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale), "attn_out")
-    d = q.shape[-1]
-    q = rearrange(q, "b s (kv group) d -> b s kv group d", kv=k.shape[2])
-    scores = jnp.einsum("bskgd,btkd->bkgst", q, k, preferred_element_type=jnp.float32)
-    scores = scores * (1 / math.sqrt(d) if scale is None else scale)
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    if mask is not None:
-        scores = jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = rearrange(jnp.einsum("bkgst,btkd->bskgd", weights, v), "b s kv group d -> b s (kv group) d")
-    out = checkpoint_name(out, "attn_out")
+    scores = masked_scores(q, k, mask, softcap=softcap, scale=scale)
+    out = weighted_values(jax.nn.softmax(scores, axis=-1), v)
     if not return_lse:
         return out
     return out, rearrange(jax.nn.logsumexp(scores, axis=-1), "b kv group s -> b s (kv group)")
+
+
+def masked_scores(
+    q: Float[Array, "b s h d"],
+    k: Float[Array, "b t kv d"],
+    mask: Bool[Array, "#b 1 s t"] | None,
+    *,
+    softcap: float | None,
+    scale: float | None,
+) -> Float[Array, "b kv group s t"]:
+    """Return the float32 scores of queries and keys, the lowest number where the mask is False.
+
+    Args:
+      q: see `dot_product_attention`.
+      k: likewise.
+      mask: of `attention_mask`.
+      softcap: see `dot_product_attention`.
+      scale: likewise.
+    """
+    grouped = rearrange(q, "b s (kv group) d -> b s kv group d", kv=k.shape[2])
+    scores = jnp.einsum("bskgd,btkd->bkgst", grouped, k, preferred_element_type=jnp.float32)
+    scores = scores * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    return scores if mask is None else jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min)
+
+
+def weighted_values(weights: Float[Array, "b kv group s t"], v: Float[Array, "b t kv dv"]) -> Float[Array, "b s h dv"]:
+    """Return `weights · v` in v's dtype, with attention's name for memory policies.
+
+    Args:
+      weights: float32, for each query of each group of heads.
+      v: values.
+    """
+    out = jnp.einsum("bkgst,btkd->bskgd", weights.astype(v.dtype), v)
+    return checkpoint_name(rearrange(out, "b s kv group d -> b s (kv group) d"), "attn_out")
 
 
 def attention_mask(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxscale.config import register
-from jaxscale.nn.dense_weights import with_changed_weights
+from jaxscale.nn.dense_weights import ChangedWeights
 
 
 def binarise(weights: Float[Array, "... n"]) -> Float[Array, "... n"]:
@@ -33,7 +32,7 @@ def binarise(weights: Float[Array, "... n"]) -> Float[Array, "... n"]:
 
 @register
 @dataclasses.dataclass(frozen=True)
-class BinaryAttention:
+class BinaryAttention(ChangedWeights):
     """Softmax-aware binarisation of attention (BiViT, He et al. 2022, arXiv:2211.07091).
 
     A query's weights become 0 or one number, which is the mean of those that are not 0. Few softmax weights are large,
@@ -41,21 +40,6 @@ class BinaryAttention:
     `Transformer.products = @Rounded()` with `Rounded.weights = "binary"`. KV caches do not compute it.
     """
 
-    softmax: ClassVar[bool] = False
-
-    def __call__(
-        self,
-        q: Float[Array, "b s h d"],
-        k: Float[Array, "b t kv d"],
-        v: Float[Array, "b t kv dv"],
-        *,
-        causal: bool = True,
-        segment_ids: Int[Array, "b s"] | None = None,
-        positions: Int[Array, "b s"] | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-        scale: float | None = None,
-    ) -> Float[Array, "b s h dv"]:
-        """Compute attention; see `jaxscale.nn.dot_product_attention` for the arguments."""
-        seen: dict[str, Any] = dict(causal=causal, segment_ids=segment_ids, positions=positions, window=window)
-        return with_changed_weights(q, k, v, binarise, softcap=softcap, scale=scale, **seen)
+    def change(self, weights: Float[Array, "... t"]) -> Float[Array, "... t"]:
+        """See `ChangedWeights`."""
+        return binarise(weights)

@@ -8,16 +8,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
-from jaxscale.nn.dense_weights import with_changed_weights
+from jaxscale.nn.dense_weights import ChangedWeights
 from jaxscale.nn.mlp import FeedForward, SwiGLU
 from jaxscale.nn.norms import RMSNorm
 
@@ -74,7 +74,7 @@ class Blockwise:
 
 @register
 @dataclasses.dataclass(frozen=True)
-class BlockwiseAttention(Blockwise):
+class BlockwiseAttention(Blockwise, ChangedWeights):
     """Attention with queries, keys, values, softmax and result quantised by blocks (Dong et al. 2023, BCT).
 
     The blocks of the softmax are consecutive keys of a row, so that a document in the middle of a row is rounded in
@@ -85,25 +85,15 @@ class BlockwiseAttention(Blockwise):
       size: see `Blockwise`.
     """
 
-    softmax: ClassVar[bool] = False
+    def change(self, weights: Float[Array, "... t"]) -> Float[Array, "... t"]:
+        """See `ChangedWeights`."""
+        return self.rounded(weights)
 
     def __call__(
-        self,
-        q: Float[Array, "b s h d"],
-        k: Float[Array, "b t kv d"],
-        v: Float[Array, "b t kv dv"],
-        *,
-        causal: bool = True,
-        segment_ids: Int[Array, "b s"] | None = None,
-        positions: Int[Array, "b s"] | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-        scale: float | None = None,
+        self, q: Float[Array, "b s h d"], k: Float[Array, "b t kv d"], v: Float[Array, "b t kv dv"], **mask: Any
     ) -> Float[Array, "b s h dv"]:
         """Compute attention; see `jaxscale.nn.dot_product_attention` for the arguments."""
-        seen: dict[str, Any] = dict(causal=causal, segment_ids=segment_ids, positions=positions, window=window)
-        q, k, v = (self.rounded(x) for x in (q, k, v))
-        return self.rounded(with_changed_weights(q, k, v, self.rounded, softcap=softcap, scale=scale, **seen))
+        return self.rounded(super().__call__(self.rounded(q), self.rounded(k), self.rounded(v), **mask))
 
 
 @register

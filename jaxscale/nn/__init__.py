@@ -33,12 +33,14 @@ from jaxscale.nn.flash import flash_attention
 from jaxscale.nn.formats import GroupedIntegers, StatsQ, Stored, StoredWeight
 from jaxscale.nn.gated_attention import GatedAttention, GatedMultiHead
 from jaxscale.nn.head import filled_logits, head_logits
+from jaxscale.nn.keys_and_state import KeysAndState
 from jaxscale.nn.latent import LatentAttention
 from jaxscale.nn.linear import Linear, project
 from jaxscale.nn.memory import POLICIES, TENSORS, MemoryPolicy
 from jaxscale.nn.mixer import MADE_WITH, Mixer
 from jaxscale.nn.mixers import (
     MLGRU,
+    RAT,
     GatedDeltaNet,
     GatedLinearAttention,
     KimiDeltaAttention,
@@ -51,7 +53,7 @@ from jaxscale.nn.moe import Experts, MixtureOfExperts
 from jaxscale.nn.norms import LayerNorm, QKNorm, RMSNorm, UnitOffsetRMSNorm
 from jaxscale.nn.products import MXFP8, Clustered, Fp8, Int8, ProductRule, Products, Rounded
 from jaxscale.nn.query_key_product import QueryKeyProduct, QueryKeyProductAttention
-from jaxscale.nn.recurrent import convolution, document_starts, matrix_recurrence, recurrence
+from jaxscale.nn.recurrent import convolution, document_positions, document_starts, matrix_recurrence, recurrence
 from jaxscale.nn.reversible import ReversibleRun
 from jaxscale.nn.rotary import (
     LinearScaling,
@@ -90,6 +92,7 @@ __all__ = [
     "Fp8",
     "MADE_WITH",
     "MLGRU",
+    "RAT",
     "GELU",
     "POLICIES",
     "TENSORS",
@@ -122,6 +125,7 @@ __all__ = [
     "GroupedIntegers",
     "HeadDims",
     "KeyValues",
+    "KeysAndState",
     "LatentAttention",
     "LayerCache",
     "LayerNorm",
@@ -167,6 +171,7 @@ __all__ = [
     "as_weight",
     "attention_mask",
     "auxiliary_loss",
+    "document_positions",
     "document_starts",
     "dot_product_attention",
     "dropout",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.nn.cache import LayerCache, RecurrentState
 from jaxscale.nn.context import Context
@@ -29,6 +29,23 @@ def document_starts(context: Context, seq: int) -> Bool[Array, "#b s"]:
     first = jnp.ones_like(segments[:, :1], bool)
     starts = jnp.concatenate([first, other], axis=1) | (segments == 0)
     return starts if order is None else starts[:, order]
+
+
+def document_positions(context: Context, seq: int) -> Int[Array, "#b s"]:
+    """Return the position of each token in its document; with a cache, in its sequence, -1 for padding.
+
+    Args:
+      context: the inputs that layers share.
+      seq: number of columns.
+    """
+    if isinstance(context.cache, LayerCache):
+        return context.cache.step.positions
+    starts, order = document_starts(context, seq), context.order
+    if order is not None:
+        starts = starts[:, jnp.argsort(order)]
+    places = jnp.arange(seq, dtype=jnp.int32)
+    positions = places - jax.lax.cummax(jnp.where(starts, places, 0), axis=1)
+    return positions if order is None else positions[:, order]
 
 
 def recurrence(

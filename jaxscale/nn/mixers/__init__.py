@@ -1,13 +1,15 @@
-"""Mixers with a state of fixed size, values of `Block.mixer`: linear attention with decay, the delta rule, Mamba-2."""
+"""Mixers, values of `Block.mixer`: linear attention with decay, the delta rule, Mamba-2, recurrences with attention."""
 
 from jaxscale.nn.mixers.gated_delta_net import GatedDeltaNet
 from jaxscale.nn.mixers.kimi_delta import KimiDeltaAttention
 from jaxscale.nn.mixers.linear import GatedLinearAttention, LinearAttention, RetNet
 from jaxscale.nn.mixers.mamba2 import Mamba2
 from jaxscale.nn.mixers.mlgru import MLGRU
+from jaxscale.nn.mixers.rat import RAT
 
 __all__ = [
     "MLGRU",
+    "RAT",
     "GatedDeltaNet",
     "GatedLinearAttention",
     "KimiDeltaAttention",

@@ -216,7 +216,9 @@ def _format(kind: Kind, b: Bound, info: TensorInfo, name: str) -> Stored:
     if rows is not None and (moved or block_of([b.shape[d] for d in outputs], rows) is None):
         rows = 1  # each output has a scale of its own, equal within a block
     try:
-        format = Stored(kind.numbers, kind.columns, rows, scale=kind.scale, zeros=kind.zeros)
+        format = Stored(
+            kind.numbers, kind.columns, rows, scale=kind.scale, zeros=kind.zeros, activations=kind.activations
+        )
         covered = format.covers(info)
     except ConfigError as e:
         raise cannot_keep(name, str(e)) from None

@@ -98,7 +98,7 @@ def open_pretrained(
     if dtype is not None and dtype not in PRECISIONS:
         raise CheckpointError(f"cannot import to dtype = '{dtype}'{near(dtype, PRECISIONS)}")
     file = folder if is_gguf(folder) else folder / "config.json"
-    tensors, values = open_gguf(folder, widen) if is_gguf(folder) else _folder(folder, file, say)
+    tensors, values = open_gguf(folder, widen) if is_gguf(folder) else _folder(folder, file, widen, say)
     family = family_of(values, FAMILIES, str(file))
     if adapters is not None:
         if isinstance(tensors, Decoded) and not widen:
@@ -123,16 +123,16 @@ def open_pretrained(
     return Pretrained(folder, family, values, config, _foreign(family, config, tensors, widen), length)
 
 
-def _folder(folder: Path, file: Path, say: Callable[[str], None]) -> tuple[Tensors, dict[str, Any]]:
+def _folder(folder: Path, file: Path, widen: bool, say: Callable[[str], None]) -> tuple[Tensors, dict[str, Any]]:
     """Return the tensors of a folder, and its config.json without `quantization_config`."""
     tensors, values = SafeTensors(folder), read_json(file)
     if not method_of(values):
         return tensors, values
     family_of(values, FAMILIES, str(file))  # the first thing to say of an unknown family
-    return _decoded(tensors, values, file, say), {k: v for k, v in values.items() if k != FIELD}
+    return _decoded(tensors, values, file, widen, say), {k: v for k, v in values.items() if k != FIELD}
 
 
-def _decoded(tensors: Tensors, values: dict[str, Any], file: Path, say: Callable[[str], None]) -> Decoded:
+def _decoded(tensors: Tensors, values: dict[str, Any], file: Path, widen: bool, say: Callable[[str], None]) -> Decoded:
     """Return the tensors of a quantised checkpoint with its weights as float32."""
     layout, about = layout_of(values, str(file))
     decoded = Decoded(tensors, layout)
@@ -143,6 +143,8 @@ def _decoded(tensors: Tensors, values: dict[str, Any], file: Path, say: Callable
         say(f"ignoring settings of {about.what} that decoding does not use: {', '.join(unread)}")
     if decoded.dropped:
         say(f"leaving out {len(decoded.dropped)} scales of quantised activations, such as {decoded.dropped[0]}")
+    if unrounded := layout.unrounded(widen):
+        say(unrounded)
     return decoded
 
 

@@ -15,6 +15,8 @@ from jaxscale.convert.quantize import quantize
 from jaxscale.convert.recipes import RoundToNearest
 from jaxscale.errors import CheckpointError
 from jaxscale.interop import SafeTensors
+from jaxscale.interop.fields import Fields
+from jaxscale.interop.safetensors import Stored as Entry
 from jaxscale.interop.stored.layout import Kind
 from jaxscale.interop.stored.writing import WRITTEN, kind_of
 from jaxscale.models import TransformerConfig
@@ -64,7 +66,7 @@ def test_a_quantised_run_comes_back_from_another_layout_with_the_same_values(bas
     back = import_checkpoint(out, tmp_path / "back", **QUIET)
     for a, b in zip(jax.tree.leaves(run.params()), jax.tree.leaves(back.params()), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert back.config.stored is not None
+    assert {f.activations for f in back.config.stored.formats} == {stored.activations}
 
 
 def _tensors(folder):
@@ -164,7 +166,7 @@ def test_what_a_layout_does_not_hold_is_refused_with_the_nearest_format(base, tm
     assert not (tmp_path / "out").exists()
 
 
-def test_int8_with_rounded_activations_is_written_with_a_scheme_for_each_token():
+def test_int8_with_rounded_activations_is_written_and_read_with_a_scheme_for_each_token():
     kind = Kind("int8", 1, None, "float32", activations=8)
     about = WRITTEN["compressed-tensors"].settings({kind: ["a"]}, [], True)
     group = about["config_groups"]["group_0"]
@@ -172,3 +174,13 @@ def test_int8_with_rounded_activations_is_written_with_a_scheme_for_each_token()
     assert (group["weights"]["strategy"], group["weights"]["num_bits"]) == ("channel", 8)
     activations = group["input_activations"]
     assert (activations["strategy"], activations["dynamic"], activations["num_bits"]) == ("token", True, 8)
+    read = WRITTEN["compressed-tensors"](Fields(about, "config.json"))
+    entries = {"codes": Entry("f", "I8", (4, 8), 0, 32), "scale": Entry("f", "F32", (4, 1), 0, 16)}
+    assert read.shape("a.weight", entries, lambda _: None) == (4, 8)
+    assert read.kind("a.weight", entries, lambda _: None) == kind and read.unrounded(widen=False) is None
+    assert "--widen imports plain matrices" in read.unrounded(widen=True)
+    activations |= {"dynamic": False}  # with scales of a calibration
+    read = WRITTEN["compressed-tensors"](Fields(about, "config.json"))
+    read.shape("a.weight", entries, lambda _: None)
+    assert "activations are not rounded, as they are in the program" in read.unrounded(widen=False)
+    assert read.kind("a.weight", entries, lambda _: None).activations is None

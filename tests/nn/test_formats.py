@@ -306,6 +306,13 @@ def test_flawed_weights_are_refused_by_name_and_zeros_stay_zeros():
         kernel = jnp.asarray(KERNEL[0]).at[:, 3].set(value)
         with raises_saying(CheckpointError, "mlp/up/kernel", message):
             Stored(scale=scale).encoded(kernel, one, None)
+    for name, value in (
+        ("mxfp4", np.inf),
+        ("nvfp4", np.nan),
+        ("uint4", np.nan),
+    ):  # alone, without the check by name; enough entries for vectors on a CPU
+        dense = FORMATS[name][0].encode(jnp.zeros((256, 128)).at[3, 5].set(value), (-2,)).dense()
+        assert not jnp.isfinite(dense[3, 5]), name
     zeros = jnp.asarray(KERNEL[0]).at[:, 3].set(0)
     for name in ("int4", "nvfp4", "mxfp8"):
         dense = small(name).encoded(jnp.copy(zeros), one, None).dense()

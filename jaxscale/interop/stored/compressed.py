@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from jaxscale.interop.stored.layout import (
     scale_type,
 )
 
+_INPUTS = "input_activations"
 _MAY = {"zeros": ".weight_zero_point", "group": ".weight_g_idx"}
 _FORMATS = (
     "pack-quantized",
@@ -49,7 +51,8 @@ class CompressedTensors(QuantisedLayout):
     | `weight` of int8 or fp8 | one in a byte |
     | `weight_packed` of uint8 | two fp4 (e2m1) in a byte; scales in fp8 over a float32 one (nvfp4), or powers of two |
 
-    Settings of activations and caches are dropped: the products of an imported model are not quantised.
+    Activations that are rounded to integers with a scale for each token stay rounded, where weights are integers with a
+    scale for each output. Other settings of activations are not kept, which `unrounded` says; those of caches are not.
 
     Args:
       config: fields of `quantization_config`.
@@ -138,7 +141,27 @@ class CompressedTensors(QuantisedLayout):
         if "zeros" in entries and (codes.dtype != "I32" or entries["zeros"].dtype != "I32"):
             raise cannot_keep(name, "its zero points are not packed")
         numbers = {"I8": "int8", "I32": f"int{self._bits(name)}"}.get(codes.dtype, codes.dtype[3:].lower())
-        return Kind("u" * ("zeros" in entries) + numbers, *shared, scale_type(name, scale), "zeros" in entries)
+        kind = Kind("u" * ("zeros" in entries) + numbers, *shared, scale_type(name, scale), "zeros" in entries)
+        plain = kind.columns is None and kind.numbers.startswith("int")
+        return dataclasses.replace(kind, activations=_token_bits(self._scheme(name)) if plain else None)
+
+    def unrounded(self, widen: bool) -> str | None:
+        """See `QuantisedLayout.unrounded`."""
+        lost = next((s for _, s in self._schemes if s[_INPUTS] and (widen or _token_bits(s) is None)), None)
+        if lost is None:
+            return None
+        why = (
+            "--widen imports plain matrices"
+            if widen
+            else (
+                "kept are integers with a scale for each token, computed as it runs, beside symmetric integers with a "
+                "scale for each output"
+            )
+        )
+        return (
+            f"activations are not rounded, as they are in the program that wrote this folder "
+            f"({short(lost[_INPUTS].get('type'))}, {short(lost[_INPUTS].get('num_bits'))} bits): {why}"
+        )
 
     def planes(self, name: str, arrays: Arrays) -> Planes:
         """See `QuantisedLayout.planes`."""
@@ -264,8 +287,21 @@ def _schemes(config: Fields) -> list[tuple[list[str], dict[str, Any]]]:
             for target in targets:
                 if str(target).startswith("re:"):
                     plain_pattern(target[3:], where)
-        schemes.append(([str(t) for t in targets], weights))
+        inputs = group.get("input_activations")
+        if inputs is not None and not isinstance(inputs, dict):
+            raise CheckpointError(f"{where} has input_activations = {short(inputs)}, which are no settings")
+        schemes.append(([str(t) for t in targets], {**weights, _INPUTS: inputs}))
     return schemes
+
+
+def _token_bits(scheme: dict[str, Any]) -> int | None:
+    """Return the bits of activations that our products round as the scheme says; `None` if there are none."""
+    inputs = scheme[_INPUTS] or {}
+    rounding = (inputs.get("type"), inputs.get("strategy"), inputs.get("dynamic"), inputs.get("symmetric", True))
+    weights = (scheme.get("type", "int"), scheme.get("symmetric", True))
+    fits = rounding == ("int", "token", True, True) and weights == ("int", True)
+    fits = fits and scheme.get("strategy") in ("channel", "tensor") and scheme["num_bits"] > 1
+    return inputs["num_bits"] if fits and inputs.get("num_bits") in range(2, 9) else None
 
 
 _TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}

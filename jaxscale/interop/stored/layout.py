@@ -136,6 +136,14 @@ class QuantisedLayout(ABC):
         """
         raise cannot_keep(name, f"weights of {self.methods[0]} can only be widened")
 
+    def unrounded(self, widen: bool) -> str | None:
+        """Return a sentence if products of the checkpoint's own program round activations and ours will not.
+
+        Args:
+          widen: quantised weights are imported as plain matrices.
+        """
+        return None
+
     def planes(self, name: str, arrays: Arrays) -> Planes:
         """Return the content of a weight that is kept as it is.
 

@@ -50,6 +50,11 @@ class NumberType:
         return min(v for v in self.values if v >= float(np.finfo(np.float32).tiny))
 
     @property
+    def nan(self) -> int | None:
+        """The first code that stands for NaN, which only types of 8 bits have; else `None`."""
+        return next((c for c, v in enumerate(self.values) if self.bits == 8 and np.isnan(v)), None)
+
+    @property
     def computed(self) -> Numbers | None:
         """The numbers as a kernel computes them from codes; `None` if it cannot."""
         if (low := _lowest(self)) is not None:
@@ -76,7 +81,8 @@ class NumberType:
         """Return the codes of the nearest finite numbers; between two equally near ones, the even code.
 
         Args:
-          x: numbers, in units of the scale; those beyond the largest number become it.
+          x: numbers, in units of the scale; those beyond the largest number become it, and NaN becomes NaN where the
+            type has it.
         """
         if (low := _lowest(self)) is not None:
             whole = jnp.clip(jnp.round(x.astype(jnp.float32)), low, low + 2**self.bits - 1)
@@ -84,7 +90,8 @@ class NumberType:
         codes, bounds = _bounds(self)
         method = "compare_all" if len(codes) <= 16 else "scan_unrolled"
         place = jnp.searchsorted(bounds, x.astype(jnp.float32), side="left", method=method)
-        return jnp.asarray(codes)[place]
+        nearest = jnp.asarray(codes)[place]
+        return nearest if self.nan is None else jnp.where(jnp.isnan(x), jnp.uint8(self.nan), nearest)
 
 
 def from_table(codes: UInt8[Array, "..."], table: Float[Array, " n"], bits: int) -> Float[Array, "..."]:

@@ -20,6 +20,7 @@ from jaxscale.nn.formats.packing import unit
 from jaxscale.nn.formats.weight import StoredWeight
 from jaxscale.nn.weight_format import WeightFormat
 from jaxscale.parallel import Weight
+from jaxscale.parallel.scaled import magnitudes
 
 FLOATS = ("float32", "bfloat16", "float16")
 
@@ -182,7 +183,11 @@ class Stored(WeightFormat):
         return tuple(block[d] for d in range(len(shape)))
 
     def encode(self, kernel: Float[Array, "..."], contracted: tuple[int, ...]) -> StoredWeight:
-        """See `WeightFormat`; a group of zeros has scale 1."""
+        """See `WeightFormat`; a group of zeros has scale 1, and one with NaN or infinity a scale that is not finite.
+
+        Scales in a type of numbers without infinity and NaN, such as "uint8", cannot be so; `encoded` refuses in any
+        case.
+        """
         offset = None
         if self.centred:
             _, inputs, outputs = dimensions(kernel.ndim, contracted)
@@ -202,10 +207,11 @@ class Stored(WeightFormat):
         """
         blocks, entries = cut(kernel.astype(jnp.float32), self.block(kernel.shape, contracted))
         if self.zeros:
-            low, high = jnp.min(blocks, entries, initial=0.0), jnp.max(blocks, entries, initial=0.0)
+            low = -jnp.max(jnp.where(blocks > 0, 0.0, magnitudes(blocks)), entries)
+            high = jnp.max(jnp.where(blocks < 0, 0.0, magnitudes(blocks)), entries)
             scale = above_zero((high - low) / (2**self.bits - 1))
             return scale, jnp.clip(jnp.round(-low / scale), 0, 2**self.bits - 1)
-        largest = jnp.max(jnp.abs(blocks), entries)
+        largest = jnp.max(magnitudes(blocks), entries)
         if self.scale == "e8m0":
             return _power_of_two(largest, self._largest), None
         if self._kind.mean:
@@ -308,7 +314,10 @@ def above_zero(scale: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def _power_of_two(largest: Array, top: float) -> Array:
-    """Return the power of two of the OCP's MX formats: of the largest weight over that of the largest number."""
+    """Return the power of two of the OCP's MX formats: of the largest weight over that of the largest number.
+
+    It is NaN for weights that are not finite.
+    """
     exponent = jnp.frexp(largest)[1] - 1 - int(np.floor(np.log2(top)))
     exponent = jnp.where(largest > 0, jnp.clip(exponent, -126, 127), 0)
-    return jnp.ldexp(jnp.float32(1.0), exponent)
+    return jnp.where(jnp.isfinite(largest), jnp.ldexp(jnp.float32(1.0), exponent), jnp.nan)

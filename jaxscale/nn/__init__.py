@@ -41,6 +41,7 @@ from jaxscale.nn.mixer import MADE_WITH, Mixer
 from jaxscale.nn.mixers import (
     MLGRU,
     RAT,
+    BlockLinear,
     GatedDeltaNet,
     GatedLinearAttention,
     KimiDeltaAttention,
@@ -102,6 +103,7 @@ __all__ = [
     "Bidirectional",
     "BinaryAttention",
     "Block",
+    "BlockLinear",
     "BlockwiseAttention",
     "BlockwiseFeedForward",
     "BlockwiseNorm",

@@ -52,6 +52,7 @@ def linear_attention(
     *,
     axis: str = "heads",
     chunk: int = CHUNK,
+    reverse: bool = False,
 ) -> Float[Array, "b s h v"]:
     """Compute `o[t] = S[t]^T q[t]` with `S[t] = decay[t] * S[t - 1] + k[t] v[t]^T`, a matrix (K, V) for each head.
 
@@ -76,6 +77,7 @@ def linear_attention(
         `jaxscale.parallel.context.zigzag`.
       axis: the logical axis of heads.
       chunk: tokens in a chunk, rounded up to a multiple of 16; the last one is padded.
+      reverse: go from the last token to the first, with `S[t + 1]` in place of `S[t - 1]`; `starts` has to be given.
 
     Returns:
       outputs (B, S, H, V) in `v`'s dtype.
@@ -86,6 +88,7 @@ def linear_attention(
     over = cut_over("seq")
     parts = 1 if order is None else 2
     if starts is None:
+        assert not reverse
         starts = ((jnp.arange(q.shape[1]) if order is None else order) == 0)[None]
     starts = jnp.broadcast_to(starts, q.shape[:2])
     tokens = ("batch", "seq", axis)
@@ -98,13 +101,16 @@ def linear_attention(
     if order is not None:
         named["order"], arrays["order"] = ("seq",), order
 
+    def turned(x: Array) -> Array:
+        return jnp.flip(x, 1) if reverse else x
+
     def local(*shards: Array) -> Array:
         mine = dict(zip(arrays, shards, strict=True))
         places = mine.pop("order", None)
         b, n = mine["q"].shape[:2]
-        mine = {name: x.reshape(b * parts, n // parts, *x.shape[2:]) for name, x in mine.items()}
+        mine = {name: turned(x.reshape(b * parts, n // parts, *x.shape[2:])) for name, x in mine.items()}
         if not over and places is None:
-            return attend(**mine, chunk=chunk)[0]
+            return turned(attend(**mine, chunk=chunk)[0])
         # Columns beyond the values' are what each entry of the state before would add to the outputs and to the state.
         key_dim, value_dim = mine["k"].shape[-1], mine["v"].shape[-1]
         wide = jnp.pad(mine.pop("v").astype(_COMPUTE), ((0, 0), (0, 0), (0, 0), (0, key_dim)))
@@ -113,10 +119,11 @@ def linear_attention(
         out, after = attend(**mine, v=wide, initial=initial, chunk=chunk)
         ends = after.reshape(b, parts, *after.shape[1:])
         does = ends[..., value_dim:], ends[..., :value_dim]
-        _, before = parts_before(does, _then, over, places, n // parts)
+        _, before = parts_before(does, _then, over, places, n // parts, reverse=reverse)
         before = before.reshape(b * parts, *before.shape[2:])
         passed = jnp.einsum("bshk,bhkv->bshv", out[..., value_dim:], before)
-        return (out[..., :value_dim] + passed).astype(v.dtype).reshape(b, n, *out.shape[2:-1], value_dim)
+        out = turned((out[..., :value_dim] + passed).astype(v.dtype))
+        return out.reshape(b, n, *out.shape[2:])
 
     return sharded_op(
         local,

@@ -65,7 +65,13 @@ def linear_scan(
 
 
 def parts_before(
-    ends: Tree, then: Callable[[Tree, Tree], Tree], over: tuple[str, ...], order: Array | None, length: int
+    ends: Tree,
+    then: Callable[[Tree, Tree], Tree],
+    over: tuple[str, ...],
+    order: Array | None,
+    length: int,
+    *,
+    reverse: bool = False,
 ) -> Tree:
     """Combine what all earlier parts of the sequence do, for each of a device's parts; inside of a `shard_map`.
 
@@ -77,15 +83,18 @@ def parts_before(
       over: the mesh axes that shard the sequence.
       order: position of each of the device's columns, or `None` for one part on each device, in their order.
       length: columns of a part.
+      reverse: combine what all later parts do instead, the last one first.
 
     Returns:
-      like `ends`; zero for the first part.
+      like `ends`; zero for the first part (with `reverse`, the last one).
     """
     numbers = lax.axis_index(over)[None] if order is None else order[::length] // length
     ends = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), ends)
     every = numbers
     if over:
         ends, every = (jax.tree.map(_flat, lax.all_gather(x, over)) for x in (ends, numbers))
+    if reverse:
+        numbers, every = (every.shape[0] - 1 - x for x in (numbers, every))
     in_order = jnp.argsort(every)
     after = lax.associative_scan(then, jax.tree.map(lambda x: x[in_order], ends), axis=0)
 

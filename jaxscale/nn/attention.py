@@ -342,7 +342,10 @@ class Attention(nnx.Module):
         """
         options |= dict(window=self.window, softcap=self.softcap, scale=self.scale)
         if isinstance(context.cache, LayerCache):
-            return context.cache.mix(q, k, v, **options)
+            out = context.cache.mix(q, k, v, **options)
+            context.share("keys", context.cache)
+            return out
+        context.share("keys", (k, v))
         tokens: dict[str, Any] = dict(segment_ids=context.segment_ids, positions=context.positions)
         return self.kernel(q, k, v, causal=True, **tokens, **options)
 

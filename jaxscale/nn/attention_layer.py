@@ -140,6 +140,7 @@ class AttentionLayer(Mixer, Protocol):
 class MultiHead(AttentionLayer):
     """Multi-head, grouped-query or multi-query attention: `jaxscale.nn.Attention`."""
 
+    gives: ClassVar[tuple[str, ...]] = ("keys",)
     in_formulas: ClassVar[bool] = True
 
     def dims(self, head_dim: int) -> HeadDims:

@@ -27,6 +27,7 @@ class Context:
       order: position of each column in the row, int32, if an attention kernel needs columns in another order.
       rows: number of each row in the step's batch, int32, if these are some of its rows; `None` is all, in order.
       cache: the cache of past tokens (a `RunCache`, for one layer a `LayerCache`), or `None` in training.
+      shared: what layers of one repeat of a pattern of blocks hand to later ones of it, by name; see `share`.
     """
 
     positions: Int[Array, "b s"] | None = None
@@ -38,6 +39,7 @@ class Context:
     order: Int[Array, "s"] | None = None
     rows: Int[Array, " b"] | None = None
     cache: RunCache | LayerCache | None = None
+    shared: dict[str, Any] | None = None
 
     def at(self, layer: Int[Array, ""] | int) -> Context:
         """Return the context for one layer, which has its own random key.
@@ -56,6 +58,21 @@ class Context:
           cache: the cache, or `None`.
         """
         return self if cache is self.cache else dataclasses.replace(self, cache=cache)
+
+    def sharing(self) -> Context:
+        """Return the context for one repeat of a pattern of blocks, in which nothing is shared yet."""
+        return dataclasses.replace(self, shared={})
+
+    def share(self, name: str, value: Any) -> None:
+        """Hand a value to later layers of the repeat, in place of an earlier one of this name (see `Mixer.gives`).
+
+        Args:
+          name: "memory" or "keys".
+          value: for "memory", the output of a recurrence before its gate, (B, S, heads, value_dim); for "keys", keys
+            and values, or with a cache the `LayerCache` that holds them.
+        """
+        if self.shared is not None:
+            self.shared[name] = value
 
     def arrays(self) -> tuple[Any, ...]:
         """Return everything that can be traced, as a tree of arrays; the cache is not part of it."""

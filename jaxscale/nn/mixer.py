@@ -25,12 +25,14 @@ class Mixer(Protocol):
       windowed: it supports a window.
       any_order: it supports columns in the order of `Context.order`, as attention and `recurrence` do; else it needs
         them in their natural order.
+      gives: what its layer hands to later layers of the pattern by `Context.share`: "memory", "keys", or nothing.
       in_formulas: the planner has formulas for its FLOPs and memory; else a run is planned by compiling.
     """
 
     widens: ClassVar[bool] = False
     windowed: ClassVar[bool] = False
     any_order: ClassVar[bool] = False
+    gives: ClassVar[tuple[str, ...]] = ()
     in_formulas: ClassVar[bool] = False
 
     def check(self, config: Any) -> None:

@@ -160,12 +160,12 @@ class Run(nnx.Module):
 
         def group(carry: tuple[Array, tuple[Any, ...]], slice_: tuple[list[Block], Part]) -> Tree:
             ((x, states), (blocks, (i, real))), reported = (carry, slice_), []
-            blocks = made(blocks)
+            blocks, mine = made(blocks), context.sharing()
             before = x
             for j, block in enumerate(blocks):
                 layer = cache.layer(states, j, i) if isinstance(cache, RunCache) else None
                 with jax.named_scope(f"blocks/{j}"):
-                    x, stats = block(x, context.caching(layer).at(self.first + i * len(blocks) + j))
+                    x, stats = block(x, mine.caching(layer).at(self.first + i * len(blocks) + j))
                 if layer is not None:
                     states = (*states[:j], layer.state, *states[j + 1 :])
                 reported.append(stats)

@@ -7,13 +7,16 @@ from jaxscale.nn.mixers.linear import GatedLinearAttention, LinearAttention, Ret
 from jaxscale.nn.mixers.mamba2 import Mamba2
 from jaxscale.nn.mixers.mlgru import MLGRU
 from jaxscale.nn.mixers.rat import RAT
+from jaxscale.nn.mixers.sambay import CrossDecoderAttention, GatedMemory
 
 __all__ = [
     "MLGRU",
     "RAT",
     "BlockLinear",
+    "CrossDecoderAttention",
     "GatedDeltaNet",
     "GatedLinearAttention",
+    "GatedMemory",
     "KimiDeltaAttention",
     "LinearAttention",
     "Mamba2",

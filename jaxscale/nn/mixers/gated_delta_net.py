@@ -96,6 +96,7 @@ class GatedDelta(nnx.Module):
                 log_decay=-jnp.exp(self.rate.get_value().astype(jnp.float32)) * step,
                 beta=jax.nn.sigmoid(beta.astype(jnp.float32)),
             )
+            context.share("memory", out)
         with jax.named_scope("out"):
             out = self.norm(out) * jax.nn.silu(gate.astype(jnp.float32))
             return out_of(constrain(out.astype(self.dtype), *HEADS), self.out)
@@ -115,6 +116,7 @@ class GatedDeltaNet(Mixer):
     """
 
     any_order = True
+    gives = ("memory",)
 
     heads: int | None = None
     key_heads: int | None = None

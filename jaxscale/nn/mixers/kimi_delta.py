@@ -98,6 +98,7 @@ class KimiDelta(nnx.Module):
                 log_decay=-jnp.exp(self.rate.get_value().astype(jnp.float32))[:, None] * step,
                 beta=jax.nn.sigmoid(beta.astype(jnp.float32)),
             )
+            context.share("memory", out)
         with jax.named_scope("out"):
             out = self.norm(out) * jax.nn.sigmoid(gate.astype(jnp.float32))
             return out_of(constrain(out.astype(self.dtype), *HEADS), self.out)
@@ -117,6 +118,7 @@ class KimiDeltaAttention(Mixer):
     """
 
     any_order = True
+    gives = ("memory",)
 
     heads: int | None = None
     key_dim: int | None = None

@@ -99,6 +99,8 @@ class LinearHeads(nnx.Module):
                 each = jnp.log1p(-(2.0 ** (-5.0 - jnp.arange(q.shape[2]))))
                 rates = jnp.broadcast_to(each, q.shape[:3])
             out = matrix_recurrence(q * scale, k, v, context, self.decode_state, log_decay=rates)
+            if self.gate is not None:
+                context.share("memory", out)
         with jax.named_scope("out"):
             if self.gate is None or self.norm is None:
                 out = out[..., :-1] / (out[..., -1:] + 1e-6)
@@ -111,6 +113,7 @@ class _Heads(Mixer):
     """Sizes and FLOPs that the mixers of this file share."""
 
     any_order: ClassVar[bool] = True
+    gives: ClassVar[tuple[str, ...]] = ("memory",)
     gated: ClassVar[bool] = True
 
     heads: int | None
@@ -154,6 +157,7 @@ class LinearAttention(_Heads):
       value_dim: width of a value; `None` is the model's `head_dim`.
     """
 
+    gives: ClassVar[tuple[str, ...]] = ()
     gated: ClassVar[bool] = False
 
     heads: int | None = None

@@ -98,6 +98,7 @@ class StateSpace(nnx.Module):
                 log_decay=-jnp.exp(self.rate.get_value().astype(jnp.float32)) * step,
             )
             out = out + self.skip.get_value()[:, None] * x
+            context.share("memory", out)
         with jax.named_scope("out"):
             return out_of(constrain(self._normed(out, gate).astype(self.dtype), *HEADS), self.out)
 
@@ -123,6 +124,7 @@ class Mamba2(Mixer):
     """
 
     any_order = True
+    gives = ("memory",)
 
     heads: int | None = None
     head_dim: int | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from flax import nnx
 from jaxscale.errors import ConfigError
 from jaxscale.infer.cache import Contiguous, init_cache
 from jaxscale.infer.forward import forward
+from jaxscale.layout import Layout
 from jaxscale.models import (
     BlockConfig,
     Decodable,
@@ -26,6 +27,7 @@ from jaxscale.models import (
 from jaxscale.models.base import CountsFlops, DropsTokens, is_causal, vocab_of
 from jaxscale.nn import Group, Mixer, Packed
 from jaxscale.step.state import describe_model
+from jaxscale.testing.layouts import compare_layouts, random_batch
 from jaxscale.testing.params import random_params
 
 LENGTHS, SEQ, VOCAB = (5, 1, 4, 3), 16, 32
@@ -83,11 +85,12 @@ def _check(config: ModelConfig, name: str, tolerance: float) -> tuple[str, ...]:
     return tuple(p.__name__ for p in capabilities)
 
 
-def check_mixer(mixer: Mixer, *, tolerance: float = 1e-4, **fields: Any) -> None:
-    """Check a mixer in a model of one layer, as `check_model` checks a language model.
+def check_mixer(mixer: Mixer, layouts: Iterable[Layout] = (), *, tolerance: float = 1e-4, **fields: Any) -> None:
+    """Check a mixer in a model of one layer as `check_model` checks a language model, and its training on layouts.
 
     Args:
       mixer: as `BlockConfig.mixer`. Decoding with a cache is checked if its layer has a `decode_state`.
+      layouts: layouts on which packed documents train to the same numbers as on one device (`compare_layouts`).
       tolerance: as for `check_model`.
       **fields: fields of the model's `TransformerConfig` to change.
 
@@ -95,8 +98,14 @@ def check_mixer(mixer: Mixer, *, tolerance: float = 1e-4, **fields: Any) -> None
       AssertionError: a capability does not hold; the message names it.
     """
     sizes: dict[str, Any] = dict(vocab=VOCAB, width=32, heads=4, head_dim=8, hidden=32)
-    config = TransformerConfig(depth=1, blocks=(BlockConfig(mixer=mixer),), **(sizes | fields))
-    _check(config, type(mixer).__name__, tolerance)
+    config = TransformerConfig(blocks=(BlockConfig(mixer=mixer),), **(sizes | {"depth": 1} | fields))
+    name = type(mixer).__name__
+    _check(config, name, tolerance)
+    agreement = compare_layouts(config, layouts, batch=random_batch(config.vocab, seq=SEQ, lengths=LENGTHS))
+    try:
+        agreement.check()
+    except AssertionError as e:
+        raise AssertionError(f"{name}: {e}") from None
 
 
 def _decodes(config: Any, model: Any) -> bool:

@@ -16,6 +16,7 @@ from jaxscale.layout import Layout
 from jaxscale.models import Learned, Transformer, TransformerConfig
 from jaxscale.nn import Bidirectional, MixtureOfExperts, MultiHead
 from jaxscale.step import Distill, NextToken
+from jaxscale.step.backprop import make_loss_and_grads
 from jaxscale.testing import (
     Agreement,
     check_mixer,
@@ -28,6 +29,7 @@ from jaxscale.testing import (
 )
 from tests.truth.runs import Bigram
 
+ONE = Layout("data=1")
 TINY = TransformerConfig(depth=2, vocab=32, width=16, heads=2, hidden=32)
 
 
@@ -179,3 +181,36 @@ class FaintNextToken(NextToken):
 def test_layouts_are_compared_with_clipping_however_small_the_gradients_are():
     result = compare_layouts(TINY, [Layout("fsdp=2,tensor=2")], objective=FaintNextToken())
     assert result.ok and "gradients" in next(iter(result.rows.values()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Amplified(NextToken):
+    """A function of the loss whose gradient is amplified by its rounding."""
+
+    def value(self, totals):
+        return jnp.sin(1e5 * super().value(totals))
+
+
+def _off_by(share):
+    """Return a maker of gradients that are off by a share."""
+
+    def make(*arguments, **options):
+        right = make_loss_and_grads(*arguments, **options)
+
+        def wrong(*arguments, **options):
+            metrics, grads = right(*arguments, **options)
+            return metrics, jax.tree.map(lambda g: (1 + share) * g, grads)
+
+        return wrong
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("objective", "share", "agrees"),
+    [(NextToken(), 5e-5, False), (Amplified(), 5e-5, True), (Amplified(), 2e-4, False)],
+    ids=["a model that does not amplify rounding", "one that does", "more than rounding explains"],
+)
+def test_errors_are_compared_with_what_rounding_does_on_one_device(objective, share, agrees):
+    result = compare_layouts(Bigram(), [ONE], objective=objective, steps=1, make_loss_and_grads=_off_by(share))
+    assert result.ok == agrees

@@ -1,10 +1,11 @@
-"""Mixers with a state of fixed size pass the checks of mixers: documents, layouts, decoding with a cache."""
+"""Mixers with a state of fixed size pass the checks of mixers: documents, decoding with a cache, layouts."""
 
 from __future__ import annotations
 
 import pytest
 
 from jaxscale.errors import ConfigError
+from jaxscale.layout import Layout, Pipeline
 from jaxscale.models import BlockConfig, TransformerConfig
 from jaxscale.nn.mixers import (
     MLGRU,
@@ -17,27 +18,32 @@ from jaxscale.nn.mixers import (
 )
 from jaxscale.testing import check_mixer
 
+MIXERS = [
+    GatedDeltaNet(key_heads=2, value_dim=4, taps=3),
+    *(
+        pytest.param(m, marks=pytest.mark.long)
+        for m in (
+            KimiDeltaAttention(value_dim=4, rank=3),
+            Mamba2(groups=2, state=4),
+            LinearAttention(key_dim=4),
+            GatedLinearAttention(rank=2),
+            RetNet(value_dim=4),
+            MLGRU(channels=24),
+        )
+    ),
+]
 
-@pytest.mark.parametrize(
-    "mixer",
-    [
-        GatedDeltaNet(key_heads=2, value_dim=4, taps=3),
-        *(
-            pytest.param(m, marks=pytest.mark.long)
-            for m in (
-                KimiDeltaAttention(value_dim=4, rank=3),
-                Mamba2(groups=2, state=4),
-                LinearAttention(key_dim=4),
-                GatedLinearAttention(rank=2),
-                RetNet(value_dim=4),
-                MLGRU(channels=24),
-            )
-        ),
-    ],
-    ids=lambda m: type(m).__name__,
-)
-def test_mixers_keep_documents_apart_and_decode_on_every_layout(mixer):
+
+@pytest.mark.parametrize("mixer", MIXERS, ids=lambda m: type(m).__name__)
+def test_mixers_keep_documents_apart_and_decode(mixer):
     check_mixer(mixer)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mixer", MIXERS, ids=lambda m: type(m).__name__)
+def test_mixers_train_alike_on_every_layout(mixer):
+    layouts = (Layout("context=2,tensor=2,fsdp=2"), Layout("pipeline=2,context=2,data=2", pipeline=Pipeline("1f1b")))
+    check_mixer(mixer, layouts, depth=2)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from jaxscale.interop.stored.layout import Decoded, Kind, Planes, QuantisedLayou
 from jaxscale.interop.transfer import Foreign, assemble, their_tensors
 from jaxscale.interop.write import Parts, Written, plain_tensors
 from jaxscale.layout import TensorInfo
-from jaxscale.nn.formats import ByName, Stored
+from jaxscale.nn.formats import ByName, Divided, Stored
 from jaxscale.nn.formats.blocks import block_of
 from jaxscale.nn.formats.packing import unit
 from jaxscale.nn.formats.stored import dimensions
@@ -26,8 +26,8 @@ from jaxscale.nn.formats.stored import dimensions
 FACTS = "kept"
 """Entry of a run's facts with the `Kind` of each kept parameter."""
 
-FIELDS = ("codes", "scale", "zero/codes")
-"""Arrays of a kept weight, in a checkpoint of ours."""
+FIELDS = {"codes": "uint8", "scale": "", "zero/codes": "uint8", "scale/codes": "uint8", "scale/scale": "float32"}
+"""Arrays of a kept weight, in a checkpoint of ours, and their types; "" is the format's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +48,26 @@ class Keep:
 
     def block(self, field: str) -> dict[str, int]:
         """Return, by letter of our dimensions, how many entries share one of an array's."""
-        shape = self.format.block(self.bound.shape, self.contracted)
-        return {a[0]: 1 if field == "codes" else n for a, n in zip(self.bound.ours, shape, strict=True)}
+        return {a[0]: n for a, n in zip(self.bound.ours, self.blocks(field), strict=True)}
+
+    def blocks(self, field: str) -> tuple[int, ...]:
+        """Return, for each of our dimensions, how many entries share one of an array's."""
+        shape = self.bound.shape
+        if field == "codes":
+            return (1,) * len(shape)
+        if field == "scale/scale":
+            lead = len(dimensions(len(shape), self.contracted)[0])
+            return (*(1,) * lead, *shape[lead:])
+        return self.format.block(shape, self.contracted)
+
+    @property
+    def scales(self) -> str:
+        """The array of scales, or of their codes."""
+        return "scale" if self.format.float_scales else "scale/codes"
+
+    def dtype(self, field: str) -> np.dtype:
+        """Return the type of an array."""
+        return _dtype(FIELDS[field] or str(self.format.scale))
 
 
 class Kept(Foreign):
@@ -128,8 +146,7 @@ class Kept(Foreign):
 
     def _array(self, keep: Keep, field: str, region: Region) -> np.ndarray:
         if field != "codes":
-            values = self._plane(keep, field, region)
-            return values if field == "scale" else values.astype(np.uint8)
+            return self._plane(keep, field, region)
         bits, axis = keep.format.bits, keep.format.axis(keep.bound.shape, keep.contracted)
         assert axis is not None
         per, words = unit(bits)
@@ -147,9 +164,8 @@ class Kept(Foreign):
         sizes = [block[a[0]] for a in b.ours]
         whole = tuple((i * n, j * n) for (i, j), n in zip(region, sizes, strict=True))
         spans, inner = b.spans(whole)
-        dtype = keep.format.scale if field == "scale" and isinstance(keep.format.scale, str) else "uint8"
         counts = {a: -(-(spans[a][1] - spans[a][0]) // block[a]) for a in b.letters}
-        out = np.empty(tuple(counts.values()), _dtype(dtype))
+        out = np.empty(tuple(counts.values()), keep.dtype(field))
         rest = [a for a in b.letters if a not in b.numbered]
         for at in itertools.product(*(range(*spans[a]) for a in b.numbered)):
             numbers = dict(zip(b.numbered, at, strict=True))
@@ -169,7 +185,10 @@ class Kept(Foreign):
             planes = self._last[1]
         if field == "codes":
             return planes.codes
-        values = planes.scale if field == "scale" else planes.zeros
+        if field == "scale/scale":
+            assert planes.over is not None
+            return np.broadcast_to(planes.over, planes.codes.shape)
+        values = planes.zeros if field == "zero/codes" else planes.scale
         assert values is not None
         return spread(values, planes.codes.shape, kind)
 
@@ -217,7 +236,12 @@ def _format(kind: Kind, b: Bound, info: TensorInfo, name: str) -> Stored:
         rows = 1  # each output has a scale of its own, equal within a block
     try:
         format = Stored(
-            kind.numbers, kind.columns, rows, scale=kind.scale, zeros=kind.zeros, activations=kind.activations
+            kind.numbers,
+            kind.columns,
+            rows,
+            scale=Divided() if kind.scale == "e4m3" else kind.scale,
+            zeros=kind.zeros,
+            activations=kind.activations,
         )
         covered = format.covers(info)
     except ConfigError as e:
@@ -255,8 +279,11 @@ def tensors_as_kept(
 
 def _empty(shape: tuple[int, ...], kind: Kind) -> Planes:
     rows, columns = shape
-    scale = np.zeros((-(-rows // (kind.rows or rows)), -(-columns // (kind.columns or columns))), _dtype(kind.scale))
-    return Planes(np.zeros(shape, np.uint8), scale, scale.astype(np.uint8) if kind.zeros else None)
+    few = kind.scale in ("e8m0", "e4m3")
+    blocks = -(-rows // (kind.rows or rows)), -(-columns // (kind.columns or columns))
+    scale = np.zeros(blocks, np.uint8 if few else _dtype(kind.scale))
+    over = np.zeros((1, 1), np.float32) if kind.scale == "e4m3" else None
+    return Planes(np.zeros(shape, np.uint8), scale, scale.astype(np.uint8) if kind.zeros else None, over)
 
 
 class _Writer:
@@ -275,19 +302,22 @@ class _Writer:
         """Return the tensors of a weight, by the ending of their names."""
         if self._last[0] != key:
             self._last = ("", {})
-            kind, own = self._keeps[parts[0][0].name].kind, self._keeps[parts[0][0].name].format
-            codes = self._assembled(parts, "codes", "uint8")
-            scale = gathered(self._assembled(parts, "scale", kind.scale), kind)
-            zeros = gathered(self._assembled(parts, "zero/codes", "uint8"), kind) if own.zeros else None
+            keep = self._keeps[parts[0][0].name]
+            kind, own = keep.kind, keep.format
+            codes = self._assembled(parts, "codes")
+            scale = gathered(self._assembled(parts, keep.scales), kind)
+            zeros = gathered(self._assembled(parts, "zero/codes"), kind) if own.zeros else None
+            over = self._assembled(parts, "scale/scale")[:1, :1] if kind.scale == "e4m3" else None
             if kind.zeros and zeros is None:  # symmetric integers, with the zero point in the middle
                 half = np.uint8(2 ** (own.bits - 1))
                 codes, zeros = codes ^ half, np.full(scale.shape, half)
-            self._last = (key, self._layout.tensors(kind, Planes(codes, scale, zeros)))
+            self._last = (key, self._layout.tensors(kind, Planes(codes, scale, zeros, over)))
         return self._last[1]
 
-    def _assembled(self, parts: Parts, field: str, dtype: str) -> np.ndarray:
+    def _assembled(self, parts: Parts, field: str) -> np.ndarray:
         """Return codes, or scales or zero points for each code, in the checkpoint's orientation."""
-        typed = [(dataclasses.replace(b, dtype=_dtype(dtype)), numbers) for b, numbers in parts]
+        dtype = self._keeps[parts[0][0].name].dtype(field)
+        typed = [(dataclasses.replace(b, dtype=dtype), numbers) for b, numbers in parts]
         return assemble(typed, lambda name, region: self._region(self._keeps[name], field, region))
 
     def _region(self, keep: Keep, field: str, region: Region) -> np.ndarray:
@@ -300,7 +330,7 @@ class _Writer:
             packed[axis] = (0, shape[axis] * keep.format.bits // (8 * np.dtype(keep.format.word).itemsize))
             moved = np.moveaxis(self._read(name, tuple(packed)), axis, -1)
             return np.moveaxis(unpack(moved, keep.format.bits, shape[axis]), -1, axis)
-        sizes = keep.format.block(shape, keep.contracted)
+        sizes = keep.blocks(field)
         values = self._read(name, tuple((i // n, -(-j // n)) for (i, j), n in zip(region, sizes, strict=True)))
         for d, n in enumerate(sizes):
             values = np.repeat(values, n, axis=d)

@@ -217,7 +217,40 @@ def test_a_whole_compressed_model_has_the_logits_of_transformers(tmp_path):
     assert compared.error < 1e-4 and compared.same == compared.places
 
 
-@pytest.mark.parametrize("name", [n for n in FORMATS if n.startswith("compressed-tensors")])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_fp4_of_a_run_is_what_the_tool_decodes_and_packs(tmp_path, name):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from safetensors.torch import load_file
+
+    method, stored = FORMATS[f"compressed-tensors {name}"]
+    quiet = dict(say=lambda _: None)
+    run = quantize(drawn(MODEL, tmp_path / "base"), tmp_path / "q", RoundToNearest(weights=stored), **quiet)
+    folder = export_checkpoint(run, tmp_path / "out", stored_as=method, **quiet)
+    made = load_file(folder / "model.safetensors")
+    dense = load_file(export_checkpoint(run, tmp_path / "dense", **quiet) / "model.safetensors")
+    about = json.loads((folder / "config.json").read_text())["quantization_config"]
+    settings = QuantizationScheme(**about["config_groups"]["group_0"])
+    tool = BaseCompressor.get_value_from_registry(about["format"])
+    for key in ("model.layers.1.self_attn.o_proj", "model.layers.0.mlp.up_proj"):
+        parts = {
+            end: t for end in tool.compression_param_names(settings) if (t := made.get(f"{key}.{end}")) is not None
+        }
+        rows, columns = parts["weight_packed"].shape
+        codes = unpack_fp4_from_uint8(parts["weight_packed"], rows, 2 * columns, dtype=torch.float32)
+        scale, whole = tool._decompress_scale(parts["weight_scale"], torch.float32), parts.get("weight_global_scale")
+        values = dequantize(codes, scale, args=settings.weights, global_scale=whole, dtype=torch.float32)
+        _same_bits(dense[f"{key}.weight"].numpy(), values)
+        again = {"weight": values, "weight_scale": scale, **({} if whole is None else {"weight_global_scale": whole})}
+        packed = tool.compress(again, settings)
+        for end, tensor in parts.items():
+            assert torch.equal(packed[end].view(torch.uint8), tensor.view(torch.uint8)), (key, end)
+
+
+@pytest.mark.parametrize("name", [n for n in FORMATS if n.startswith("compressed-tensors") and "fp4" not in n])
 def test_a_run_quantised_here_has_its_logits_in_transformers(tmp_path, name):
     pytest.importorskip("compressed_tensors")
     import transformers

@@ -39,6 +39,8 @@ FORMATS = {
     "compressed-tensors fp8, blocks": ("compressed-tensors", Stored("e4m3", group=16, outputs=8)),
     "compressed-tensors fp8, a scale for a matrix": ("compressed-tensors", Stored("e4m3", outputs=None)),
     "compressed-tensors w8a8": ("compressed-tensors", Stored("int8", activations=8)),
+    "compressed-tensors mxfp4": ("compressed-tensors", PRESETS["mxfp4"]()),
+    "compressed-tensors nvfp4": ("compressed-tensors", PRESETS["nvfp4"]()),
     "gptq int4": ("gptq", Stored("int4", group=16)),
     "gptq uint4": ("gptq", Stored("uint4", group=16, zeros=True)),
     "gptq int8": ("gptq", Stored("int8")),
@@ -145,7 +147,7 @@ def test_what_a_layout_does_not_hold_is_refused_with_the_nearest_format(base, tm
     infos = {i.path: i for i in jax.tree.leaves(describe_model(MODEL)[1])}
     bound = next(b for b in family.bind(model) if b.name.endswith("attn/q/kernel"))
     for own, method, why, near in (
-        (Stored("nf4", group=16), "compressed-tensors", "integers and fp8", "int4"),
+        (Stored("nf4", group=16), "compressed-tensors", "integers, fp8", "int4"),
         (Stored("e2m1", group=16, scale="e8m0"), "gptq", "its scales are not plain", "int4"),
         (Stored("int8", activations=8), "gptq", "round activations", "int8"),
         (Stored("int4", group=16, activations=8), "compressed-tensors", "otherwise than those of w8a8", "int4"),

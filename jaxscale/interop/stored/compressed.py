@@ -13,7 +13,7 @@ from jaxscale import reading
 from jaxscale.errors import CheckpointError, near
 from jaxscale.interop.fields import Fields, plain_pattern, short
 from jaxscale.interop.safetensors import DTYPES
-from jaxscale.interop.stored.bits import e2m1, e8m0, pack, unpack, words_of
+from jaxscale.interop.stored.bits import e2m1, e8m0, pack, pack_along, unpack, words_of
 from jaxscale.interop.stored.fp8 import FLOATS, block_shape, grids, scaled
 from jaxscale.interop.stored.layout import (
     Arrays,
@@ -63,6 +63,7 @@ class CompressedTensors(QuantisedLayout):
 
     methods = ("compressed-tensors",)
     rounds_activations = True
+    few_scales = True
     forms = (
         Form(".weight", {"codes": ".weight_packed", "scale": ".weight_scale", "shape": ".weight_shape"}, _MAY),
         Form(".weight", {"codes": ".weight_packed", "scale": ".weight_scale", "global": ".weight_global_scale"}),
@@ -100,6 +101,7 @@ class CompressedTensors(QuantisedLayout):
         elif codes.dtype == "U8":
             columns *= 2
             fits = columns % scale.shape[-1] == 0 and scale.dtype == ("F8_E4M3" if "global" in entries else "U8")
+            fits = fits and ("global" not in entries or entries["global"].shape in ((), (1,)))
         else:
             fits = codes.dtype in ("I8", *FLOATS)
         grid = scale.shape in grids((rows, columns), self._block(name))
@@ -132,14 +134,16 @@ class CompressedTensors(QuantisedLayout):
         codes, scale = entries["codes"], entries["scale"]
         if "group" in entries and (small("group") >= 0).any():
             raise cannot_keep(name, "its inputs are in groups of another order (weight_g_idx)")
-        if codes.dtype == "U8" or self._format == "mixed-precision":
-            raise cannot_keep(name, "its codes are fp4" if codes.dtype == "U8" else "the format is mixed-precision")
+        if self._format == "mixed-precision":
+            raise cannot_keep(name, "the format is mixed-precision")
         rows, columns = self._shapes[name]
         shared = block_shape((rows, columns), scale.shape, self._block(name))
         if len(scale.shape) == 2 and scale.shape[0] == rows and scale.shape[1] > 1:
             shared = 1, -(-columns // scale.shape[1])
         if "zeros" in entries and (codes.dtype != "I32" or entries["zeros"].dtype != "I32"):
             raise cannot_keep(name, "its zero points are not packed")
+        if codes.dtype == "U8":
+            return Kind("e2m1", 1, columns // scale.shape[1], "e4m3" if "global" in entries else "e8m0")
         numbers = {"I8": "int8", "I32": f"int{self._bits(name)}"}.get(codes.dtype, codes.dtype[3:].lower())
         kind = Kind("u" * ("zeros" in entries) + numbers, *shared, scale_type(name, scale), "zeros" in entries)
         plain = kind.columns is None and kind.numbers.startswith("int")
@@ -167,6 +171,10 @@ class CompressedTensors(QuantisedLayout):
         """See `QuantisedLayout.planes`."""
         codes, scale = arrays["codes"], arrays["scale"]
         scale = scale if scale.ndim == 2 else scale.reshape(-1, 1)
+        if codes.dtype == np.uint8:
+            real, over = (e8m0(scale), None) if scale.dtype == np.uint8 else (scale, arrays["global"].reshape(1, 1))
+            finite(name, "the scale", real if over is None else real.astype(np.float32) / over)
+            return Planes(unpack(codes, 4, self._shapes[name][1]), scale.view(np.uint8), over=over)
         if codes.dtype != np.int32:
             return Planes(codes.view(np.uint8), scale)
         rows, columns = self._shapes[name]
@@ -178,6 +186,12 @@ class CompressedTensors(QuantisedLayout):
 
     def tensors(self, kind: Kind, planes: Planes) -> dict[str, np.ndarray]:
         """See `QuantisedLayout.tensors`."""
+        if kind.numbers == "e2m1":
+            packed = {".weight_packed": pack_along(planes.codes, 4, -1)}
+            if planes.over is None:
+                return {**packed, ".weight_scale": planes.scale}
+            few = planes.scale.view(DTYPES["F8_E4M3"])
+            return {**packed, ".weight_scale": few, ".weight_global_scale": planes.over.reshape(1)}
         scale = planes.scale.reshape(-1) if planes.scale.size == 1 else planes.scale
         if self._format in ("int-quantized", "float-quantized", "naive-quantized"):
             stored = np.dtype(np.int8) if kind.numbers == "int8" else DTYPES[f"F8_{kind.numbers.upper()}"]
@@ -195,12 +209,20 @@ class CompressedTensors(QuantisedLayout):
         """See `QuantisedLayout.written`."""
         if kind.activations is not None and kind != Kind("int8", 1, None, kind.scale, activations=8):
             raise CheckpointError("its products round activations otherwise than those of w8a8")
+        if kind.numbers == "e2m1":
+            if (kind.rows, kind.columns, kind.scale) not in ((1, 32, "e8m0"), (1, 16, "e4m3")):
+                raise CheckpointError(
+                    "fp4 has powers of two for 32 inputs (mxfp4) in it, or the scales of nvfp4 for 16"
+                )
+            return kind
+        if kind.scale in ("e8m0", "e4m3"):
+            raise CheckpointError("only fp4 has scales of few bits in it")
         if kind.numbers == "e4m3":
             if (kind.rows is None) != (kind.columns is None) and kind.rows != 1:
                 raise CheckpointError("blocks of fp8 have a number of outputs and of inputs")
             return kind
         if not kind.numbers.removeprefix("u").startswith("int"):
-            raise CheckpointError("it holds integers and fp8 (e4m3)")
+            raise CheckpointError("it holds integers, fp8 (e4m3), mxfp4 and nvfp4")
         if kind.numbers.startswith("u") and not kind.zeros:
             raise CheckpointError("its integers have no sign and no zero points")
         if kind.rows != 1 and (kind.rows, kind.columns, kind.zeros) != (None, None, False):
@@ -220,7 +242,7 @@ class CompressedTensors(QuantisedLayout):
             (a, one), (b, other), *_ = formats.items()
             raise CheckpointError(
                 f"{one} would be {a} and {other} {b}, and a folder of compressed-tensors has one of fp8, packed "
-                "integers, and int8 with rounded activations"
+                "integers, int8 with rounded activations, mxfp4 and nvfp4"
             )
         format = next(iter(formats))
         groups = {
@@ -309,6 +331,8 @@ _TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token",
 
 
 def _format(kind: Kind) -> str:
+    if kind.numbers == "e2m1":
+        return "mxfp4-pack-quantized" if kind.scale == "e8m0" else "nvfp4-pack-quantized"
     if kind.numbers == "e4m3":
         return "float-quantized"
     return "pack-quantized" if kind.activations is None else "int-quantized"
@@ -316,6 +340,18 @@ def _format(kind: Kind) -> str:
 
 def _weights(kind: Kind) -> dict[str, Any]:
     """Return the settings of weights that were quantised here."""
+    if kind.numbers == "e2m1":
+        few = "torch.uint8" if kind.scale == "e8m0" else "torch.float8_e4m3fn"
+        return {
+            "num_bits": 4,
+            "type": "float",
+            "symmetric": True,
+            "strategy": "group" if kind.scale == "e8m0" else "tensor_group",
+            "group_size": kind.columns,
+            "dynamic": False,
+            "scale_dtype": few,
+            "zp_dtype": few,
+        }
     if kind.columns is None:
         strategy = "tensor" if kind.rows is None else "channel"
     else:

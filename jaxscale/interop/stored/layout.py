@@ -45,7 +45,7 @@ class Kind:
       numbers: the type of number of the codes, see `jaxscale.nn.formats.numbers_of`.
       rows: outputs that share a scale; `None` is all.
       columns: inputs that share a scale; `None` is all.
-      scale: "float32", "bfloat16" or "float16".
+      scale: "float32", "bfloat16" or "float16"; "e8m0", powers of two; or "e4m3", over a float32 number of the matrix.
       zeros: whether there are zero points, which are codes.
       activations: bits to which products round each token's inputs; `None` does not round them.
     """
@@ -64,13 +64,15 @@ class Planes:
 
     Args:
       codes: uint8 (outputs, inputs), one code in a byte.
-      scale: float, one per block (blocks of outputs, blocks of inputs).
+      scale: float, one per block (blocks of outputs, blocks of inputs); of types of 8 bits their bytes.
       zeros: uint8, likewise.
+      over: float32 (1, 1), the number that all scales are divided by.
     """
 
     codes: np.ndarray
     scale: np.ndarray
     zeros: np.ndarray | None = None
+    over: np.ndarray | None = None
 
 
 class QuantisedLayout(ABC):
@@ -88,6 +90,9 @@ class QuantisedLayout(ABC):
 
     rounds_activations: ClassVar[bool] = False
     """Whether a folder can say that products round activations."""
+
+    few_scales: ClassVar[bool] = False
+    """Whether runs of ours with scales of 8 bits are written in it."""
 
     forms: ClassVar[tuple[Form, ...]]
     """Forms of weights, the first of which that fits is used."""

@@ -13,7 +13,7 @@ from jaxscale.interop.stored.gptq import GPTQLayout
 from jaxscale.interop.stored.layout import Kind, QuantisedLayout
 from jaxscale.layout import TensorInfo
 from jaxscale.nn import WeightFormat
-from jaxscale.nn.formats import Stored
+from jaxscale.nn.formats import Divided, Stored
 from jaxscale.nn.formats.stored import dimensions
 
 WRITTEN: dict[str, type[QuantisedLayout]] = {
@@ -57,12 +57,15 @@ def kind_of(own: WeightFormat, b: Bound, info: TensorInfo, scale: str, layout: t
             raise CheckpointError("its inputs are not the columns of the other program's matrix")
         rows = plain.outputs
         whole = len([a for d in outputs for a in b.ours[d]]) == len(b.theirs[0]) and b.map.along is None
-        if rows != 1 and (not whole or b.map.flip is not None):
+        over = isinstance(plain.scale, Divided)
+        if (rows != 1 and (not whole or b.map.flip is not None)) or (over and not whole):
             raise CheckpointError("its outputs that share a scale are apart in the other program's matrix")
-        assert isinstance(plain.scale, str)
         if plain.activations is not None and not layout.rounds_activations:
             raise CheckpointError("its products round activations")
-        own_scale = scale if scale == "float32" else plain.scale
+        if not plain.float_scales and not layout.few_scales:
+            raise CheckpointError("its scales are not plain floats")
+        own_scale = plain.scale if isinstance(plain.scale, str) else "e4m3"
+        own_scale = scale if scale == "float32" and plain.float_scales else own_scale
         kind = Kind(plain.numbers, rows, plain.group, own_scale, plain.zeros, plain.activations)
         return layout.written(kind, b.their_shape)
     except CheckpointError as e:
@@ -75,12 +78,12 @@ def kind_of(own: WeightFormat, b: Bound, info: TensorInfo, scale: str, layout: t
 
 
 def _plain(own: WeightFormat) -> Stored:
-    """Return a format that is integers or floats times scales that are floats."""
+    """Return a format that is integers or floats times scales that are floats, powers of two, or `Divided` ones."""
     if type(own) is not Stored:
         raise CheckpointError("it has more than codes, scales and zero points of integers")
     if own.centred or own.numbers.startswith("kmeans"):
         raise CheckpointError(f"it has a {'mean' if own.centred else 'table'} for each matrix")
-    if not own.float_scales:
+    if not own.float_scales and own.scale not in ("e8m0", Divided()):
         raise CheckpointError("its scales are not plain floats")
     return own
 

@@ -2,6 +2,7 @@
 
 from jaxscale.nn.formats.bit_planes import bit_plane_product, planes
 from jaxscale.nn.formats.by_name import ByName
+from jaxscale.nn.formats.divided import Divided
 from jaxscale.nn.formats.factored import Factors
 from jaxscale.nn.formats.float_zeros import FloatZeros
 from jaxscale.nn.formats.low_rank import WithLowRank
@@ -20,6 +21,7 @@ __all__ = [
     "FORMATS",
     "PRESETS",
     "ByName",
+    "Divided",
     "Factors",
     "FewerBlocks",
     "FloatZeros",

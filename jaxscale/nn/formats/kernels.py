@@ -166,6 +166,7 @@ def as_packed(weight: StoredWeight, summed: Sequence[int]) -> Packed:
         if alone and single and decoded.bits == 8 and decoded.computed is not None:
             more = {"scale_numbers": decoded.computed}
             factor = one.astype(jnp.float32).reshape(1, 1) if isinstance(one, jax.Array) else None
+            factor = 1.0 / factor if scale.divided and factor is not None else factor
             scale = scale.unpacked()
         else:
             scale = scale.dense()

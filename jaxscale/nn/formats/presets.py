@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from jaxscale.config import call, register
 from jaxscale.errors import ConfigError, near
+from jaxscale.nn.formats.divided import Divided
 from jaxscale.nn.formats.stored import Stored
 from jaxscale.nn.weight_format import WeightFormat
 
-_OF_TENSOR = Stored("e4m3")  # scales of 8 bits with a float32 factor for each matrix
+_OF_TENSOR = Divided("e4m3")  # scales of 8 bits over a float32 number for each matrix
 _TWICE = Stored("e4m3", group=256, centred=True)
 
 FORMATS: dict[str, tuple[Stored, str]] = {
@@ -71,7 +72,7 @@ FORMATS: dict[str, tuple[Stored, str]] = {
     ),
     "nvfp4": (
         Stored("e2m1", group=16, scale=_OF_TENSOR),
-        "4-bit floats (e2m1), an e4m3 scale for each 16 inputs, and a float32 factor for each matrix.",
+        "4-bit floats (e2m1), an e4m3 scale for each 16 inputs, over a float32 number for each matrix.",
     ),
     **{
         f"kmeans{bits}": (

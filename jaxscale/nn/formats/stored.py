@@ -16,7 +16,7 @@ from jaxscale.layout import TensorInfo
 from jaxscale.nn.formats.blocks import block_of, cut, nearest_block, spread
 from jaxscale.nn.formats.kmeans import codebook, nearest
 from jaxscale.nn.formats.numbers import NumberType, numbers_of
-from jaxscale.nn.formats.packing import unit
+from jaxscale.nn.formats.packing import pack, unit
 from jaxscale.nn.formats.weight import StoredWeight
 from jaxscale.nn.weight_format import WeightFormat
 from jaxscale.parallel import Weight
@@ -288,7 +288,7 @@ def _few_bits(scale: Array, inner: str | Stored, contracted: tuple[int, ...]) ->
     kind = numbers_of(inner.numbers)
     zero = dataclasses.replace(few, scale=None).dense() == 0
     codes = jnp.where(zero, kind.encode(jnp.float32(kind.smallest)), few.unpacked())
-    return StoredWeight.of(codes, inner.numbers, few.axis, inner.word, scale=few.scale)
+    return dataclasses.replace(few, codes=pack(codes, kind.bits, few.axis, inner.word))
 
 
 def dimensions(rank: int, contracted: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

@@ -42,6 +42,7 @@ class StoredWeight(Rebuilt):
       axis: the packed dimension, counted from the last as -1.
       activations: bits to which activations are rounded in products of integers, 2 to 8; `None` computes the kernel
         and multiplies in the arithmetic of the layer. The codes are then "int2" to "int8", without zero points.
+      divided: numbers are divided by the scale and not multiplied, see `Divided`.
     """
 
     codes: UInt[Array, "..."]
@@ -52,6 +53,7 @@ class StoredWeight(Rebuilt):
     numbers: str = dataclasses.field(default="int4", metadata={"static": True})
     axis: int = dataclasses.field(default=-1, metadata={"static": True})
     activations: int | None = dataclasses.field(default=None, metadata={"static": True})
+    divided: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def of(
@@ -86,7 +88,8 @@ class StoredWeight(Rebuilt):
         if self.zero is not None:
             x = x - spread(_float(self.zero), x.shape)
         if self.scale is not None:
-            x = x * spread(_float(self.scale), x.shape)
+            scale = spread(_float(self.scale), x.shape)
+            x = _quotient(x, scale) if self.divided else x * scale
         if self.offset is not None:
             x = x + spread(_float(self.offset), x.shape)
         return x.astype(dtype or jnp.float32)
@@ -130,6 +133,11 @@ class StoredWeight(Rebuilt):
 
 def _float(x: Array | StoredWeight) -> Array:
     return x.dense(jnp.float32) if isinstance(x, StoredWeight) else x.astype(jnp.float32)
+
+
+def _quotient(x: Array, scale: Array) -> Array:
+    """Divide; XLA would multiply by the reciprocal of a broadcast scalar, which differs in the last bit."""
+    return x / jax.lax.optimization_barrier(jnp.broadcast_to(scale, x.shape))
 
 
 def _look_up(codes: Array, table: Array, bits: int) -> Array:

@@ -39,6 +39,7 @@ from jaxscale.nn.linear import Linear, project
 from jaxscale.nn.memory import POLICIES, TENSORS, MemoryPolicy
 from jaxscale.nn.mixer import MADE_WITH, Mixer
 from jaxscale.nn.mixers import (
+    CCA,
     MLGRU,
     RAT,
     BlockLinear,
@@ -95,6 +96,7 @@ __all__ = [
     "Int8",
     "Fp8",
     "MADE_WITH",
+    "CCA",
     "MLGRU",
     "RAT",
     "GELU",

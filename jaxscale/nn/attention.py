@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.config import register
 from jaxscale.layout import constrain
-from jaxscale.nn.cache import KeyValues, LayerCache
+from jaxscale.nn.cache import DecodeState, KeyValues, LayerCache
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
 from jaxscale.nn.narrow import saved_as
@@ -309,7 +309,7 @@ class Attention(nnx.Module):
         self.k_norm = None if qk_norm is None else qk_norm.make("kv_heads", kv_heads, head_dim, **types)
         self.kernel, self.rotary, self.overlap = kernel, rotary, overlap
         self.window, self.softcap, self.scale = window, softcap, scale
-        self.decode_state = KeyValues(kv_heads, head_dim, head_dim, dtype)
+        self.decode_state: DecodeState = KeyValues(kv_heads, head_dim, head_dim, dtype)
 
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
         """Apply the layer; with a cache in the context, append keys and values to it."""
@@ -318,8 +318,7 @@ class Attention(nnx.Module):
             q = constrain(q, "batch", "seq", "heads", "head_dim")
             k = constrain(k, "batch", "seq", "kv_heads", "head_dim")
             v = constrain(v, "batch", "seq", "kv_heads", "head_dim")
-            if self.qk_norm is not None and self.q_norm is not None and self.k_norm is not None:
-                q, k = self.qk_norm.apply(self.q_norm, q), self.qk_norm.apply(self.k_norm, k)
+            q, k, v = self.prepare(q, k, v, context)
             if self.rotary is not None:
                 cos, sin = context.rotary[self.rotary]
                 q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -329,6 +328,19 @@ class Attention(nnx.Module):
         with jax.named_scope("out"):
             out = self.finish(constrain(out, "batch", "seq", "heads", "head_dim"), *more)
             return out_of(constrain(out, "batch", "seq", "heads", "head_dim"), self.out, overlap=self.overlap)
+
+    def prepare(self, q: Array, k: Array, v: Array, context: Context) -> tuple[Array, Array, Array]:
+        """Return queries, keys and values before rotation: those of the projections, normalised.
+
+        Args:
+          q: queries (B, S, heads, head_dim).
+          k: keys (B, S, kv_heads, head_dim).
+          v: values, likewise.
+          context: the inputs that layers share.
+        """
+        if self.qk_norm is not None and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.qk_norm.apply(self.q_norm, q), self.qk_norm.apply(self.k_norm, k)
+        return q, k, v
 
     def mix(self, q: Array, k: Array, v: Array, context: Context, **options: Any) -> Any:
         """Return the kernel's result, or with a cache that of attention to the cached tokens and these.

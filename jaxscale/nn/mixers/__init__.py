@@ -1,6 +1,7 @@
 """Mixers, values of `Block.mixer`: linear attention with decay, the delta rule, Mamba-2, recurrences with attention."""
 
 from jaxscale.nn.mixers.block_linear import BlockLinear
+from jaxscale.nn.mixers.cca import CCA
 from jaxscale.nn.mixers.gated_delta_net import GatedDeltaNet
 from jaxscale.nn.mixers.kimi_delta import KimiDeltaAttention
 from jaxscale.nn.mixers.linear import GatedLinearAttention, LinearAttention, RetNet
@@ -10,6 +11,7 @@ from jaxscale.nn.mixers.rat import RAT
 from jaxscale.nn.mixers.sambay import CrossDecoderAttention, GatedMemory
 
 __all__ = [
+    "CCA",
     "MLGRU",
     "RAT",
     "BlockLinear",

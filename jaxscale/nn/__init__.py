@@ -40,6 +40,7 @@ from jaxscale.nn.memory import POLICIES, TENSORS, MemoryPolicy
 from jaxscale.nn.mixer import MADE_WITH, Mixer
 from jaxscale.nn.mixers import (
     CCA,
+    HSTU,
     MLGRU,
     RAT,
     BlockLinear,
@@ -97,6 +98,7 @@ __all__ = [
     "Fp8",
     "MADE_WITH",
     "CCA",
+    "HSTU",
     "MLGRU",
     "RAT",
     "GELU",

@@ -291,6 +291,18 @@ class Cache(Protocol):
           outputs (batch, columns, heads, value_dim) in `q`'s dtype, and log-sum-exps (batch, columns, heads), float32.
         """
 
+    def read(
+        self, state: State, layer: Int[Array, ""], step: Packed
+    ) -> tuple[Float[Array, "b slots t kv d"], Float[Array, "b slots t kv dv"]]:
+        """Return all keys and values of every slot, by position, for attention that is no softmax.
+
+        Args:
+          state: the state.
+          layer: the layer's index in it, int32 scalar.
+          step: the pages of each slot, for caches with pages.
+        """
+        ...
+
     def bytes(self, key_values: KeyValues, layers: int, batch: int, slots: int, length: int) -> int:
         """Return the bytes of `init` with the same arguments, over all devices.
 

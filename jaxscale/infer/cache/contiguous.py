@@ -16,6 +16,7 @@ from jaxscale.infer.cache.shards import (
     bytes_of,
     check_numbers,
     flat_pages,
+    loaded,
     stored,
 )
 from jaxscale.nn import KeyValues, Packed
@@ -109,3 +110,9 @@ class Contiguous:
             )
 
         return attend_to(local, q, state, _AXES, step, layer, "cache_seq", "the cache")
+
+    def read(
+        self, state: State, layer: Int[Array, ""], step: Packed
+    ) -> tuple[Float[Array, "b slots t kv d"], Float[Array, "b slots t kv dv"]]:
+        """See `jaxscale.nn.Cache`."""
+        return loaded(state, layer)

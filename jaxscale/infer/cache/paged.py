@@ -18,6 +18,7 @@ from jaxscale.infer.cache.shards import (
     bytes_of,
     check_numbers,
     flat_pages,
+    loaded,
     stored,
 )
 from jaxscale.nn import KeyValues, Packed
@@ -141,6 +142,16 @@ class Paged:
             )
 
         return attend_to(local, q, state, _AXES, step, layer, "pages", "the cache")
+
+    def read(
+        self, state: State, layer: Int[Array, ""], step: Packed
+    ) -> tuple[Float[Array, "b slots t kv d"], Float[Array, "b slots t kv dv"]]:
+        """See `jaxscale.nn.Cache`; anything at positions of entries without a page."""
+        assert step.tables is not None
+        tables = jnp.maximum(step.tables, 0)
+        pages = [jax.vmap(lambda x, at: x[at])(x, tables) for x in loaded(state, layer)]
+        k, v = (x.reshape(*x.shape[:2], -1, *x.shape[4:]) for x in pages)
+        return k, v
 
 
 def _own_entries(tables: Int[Array, "b r p"], devices: int, device: Int[Array, ""]) -> Int[Array, "b r n"]:

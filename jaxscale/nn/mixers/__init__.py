@@ -3,6 +3,7 @@
 from jaxscale.nn.mixers.block_linear import BlockLinear
 from jaxscale.nn.mixers.cca import CCA
 from jaxscale.nn.mixers.gated_delta_net import GatedDeltaNet
+from jaxscale.nn.mixers.hstu import HSTU
 from jaxscale.nn.mixers.kimi_delta import KimiDeltaAttention
 from jaxscale.nn.mixers.linear import GatedLinearAttention, LinearAttention, RetNet
 from jaxscale.nn.mixers.mamba2 import Mamba2
@@ -12,6 +13,7 @@ from jaxscale.nn.mixers.sambay import CrossDecoderAttention, GatedMemory
 
 __all__ = [
     "CCA",
+    "HSTU",
     "MLGRU",
     "RAT",
     "BlockLinear",

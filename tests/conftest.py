@@ -7,6 +7,8 @@ import importlib.metadata
 import os
 import signal
 import sys
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,11 @@ def sound_cache():
     assert compile_reordered_anew()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--share 2/3`: of the tests marked `long` the second third, as `.ci/run` asks for by the commit."""
+    parser.addoption("--share", default="1/1", metavar="K/N", help="of the tests marked long, run the Kth of N parts")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Under `make test-all` a missing compiler is an error before any test runs."""
     if os.environ.get("JAXSCALE_TEST_ALL") and not hasattr(config, "workerinput"):
@@ -64,8 +71,14 @@ def pytest_configure(config: pytest.Config) -> None:
                 raise pytest.UsageError(f"{name}: {reason}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests that compile for absent hardware where that compiler is missing."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out long tests of other shares; skips tests that compile for absent hardware where the compiler is missing."""
+    chosen = _share(config.getoption("--share"))
+    others = [item for item in items if item.get_closest_marker("long") and not chosen(item.nodeid)]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        left_out = set(others)
+        items[:] = [item for item in items if item not in left_out]
     reasons: dict[str, str | None] = {}
     for item in items:
         for name in ("tpu_aot", "gpu_aot"):
@@ -88,6 +101,14 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         from tests.truth.programs import drop_programs  # imports JAX
 
         drop_programs(_MOST_MAPS)
+
+
+def _share(text: str) -> Callable[[str], bool]:
+    """Whether a test is in share `text` ("2/3"): by its name, so that a test stays in its share when others come."""
+    number, _, shares = text.partition("/")
+    if not (number.isdigit() and shares.isdigit() and 1 <= int(number) <= int(shares)):
+        raise pytest.UsageError(f"--share: {text!r} is not K/N with 1 <= K <= N, such as 2/3")
+    return lambda name: zlib.crc32(name.encode()) % int(shares) == int(number) - 1
 
 
 def _missing_compiler(name: str) -> str | None:

@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out long tests of other shares; skips tests that compile for absent hardware where the compiler is missing."""
+    """Leaves out long tests of other shares, and skips what compiles for hardware whose compiler is missing."""
     chosen = _share(config.getoption("--share"))
     others = [item for item in items if item.get_closest_marker("long") and not chosen(item.nodeid)]
     if others:

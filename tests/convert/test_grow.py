@@ -28,6 +28,7 @@ from jaxscale.step.state import describe_model
 from jaxscale.train import FromRun
 from jaxscale.train.checkpoints import flatten
 from tests.truth.errors import raises_saying
+from tests.truth.long import short
 
 MODEL = TransformerConfig(depth=2, vocab=32, width=16, heads=2, hidden=24, scan=True)
 SETTINGS = dict(
@@ -70,7 +71,9 @@ def assert_same_function(growth, params):
     assert np.abs(want).max() > 0.1
 
 
-@pytest.mark.parametrize(("method", "order"), [("stack", [0, 1, 0, 1, 0, 1]), ("interpolate", [0, 0, 0, 1, 1, 1])])
+@pytest.mark.parametrize(
+    ("method", "order"), short(1, [("stack", [0, 1, 0, 1, 0, 1]), ("interpolate", [0, 0, 0, 1, 1, 1])])
+)
 def test_parameters_and_moments_are_the_small_runs_in_this_order(small, tmp_path, method, order):
     deep = grow(small, tmp_path / "deep", layers=6, method=method)
     have, want = arrays_of(deep), arrays_of(small)

@@ -21,6 +21,7 @@ from jaxscale.nn.formats import StatsQ, Stored, StoredWeight
 from jaxscale.run import Run
 from jaxscale.step.state import describe_model
 from tests.truth.errors import raises_saying
+from tests.truth.long import short
 
 MODEL = TransformerConfig(depth=1, vocab=64, width=16, heads=2, hidden=32)
 SETTINGS = dict(
@@ -29,7 +30,7 @@ SETTINGS = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("weights", [Stored("int3"), Stored("nf4", group=4), StatsQ(), Stored("kmeans2")])
+@pytest.mark.parametrize("weights", short(2, [Stored("int3"), Stored("nf4", group=4), StatsQ(), Stored("kmeans2")]))
 def test_the_next_number_is_the_neighbour_against_the_gradient_and_its_gain_the_products(weights):
     random = np.random.default_rng(0)
     kernel, gradient = random.normal(size=(2, 16, 4)).astype(np.float32)

@@ -10,6 +10,7 @@ import pytest
 from jaxscale import data
 from jaxscale.data.mixing import BLOCK, largest_remainder
 from jaxscale.errors import DataError
+from tests.truth.long import short
 
 BYTES = data.ByteTokenizer()
 
@@ -100,7 +101,7 @@ def test_a_mixture_may_hold_a_mixture_and_delivers_its_parts_rows():
     assert same(source.rows(len(source) - 1 - np.arange(4)), last.rows(len(last) - 1 - np.arange(4)))
 
 
-@pytest.mark.parametrize("group", [2, 3])
+@pytest.mark.parametrize("group", short(1, [2, 3]))
 def test_rows_that_belong_together_stay_together_in_a_mixture(group):
     inner = data.mixture(((data.synthetic(50, seed=1), 1), (data.synthetic(50, seed=2, documents=41), 1)))
     source = data.mixture(((inner, 1), (data.synthetic(70, seed=3), 1))).source(None, seq_len=16, split="train")

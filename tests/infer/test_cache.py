@@ -20,6 +20,7 @@ from jaxscale.models import TransformerConfig
 from jaxscale.nn import Group, LongRopeScaling, MultiHeadLatent, Packed, Rotary, YarnScaling
 from jaxscale.step.state import describe_model
 from tests.truth.errors import raises_saying
+from tests.truth.long import short
 from tests.truth.params import random_params
 
 CONFIG = TransformerConfig(depth=3, vocab=64, width=32, heads=4, kv_heads=4, hidden=64, windows=(6, None))
@@ -66,14 +67,18 @@ def _combinations(layouts, *repeated):
     return [pytest.param(cache, mesh, marks=marks((cache, mesh))) for mesh in layouts for cache in CACHES]
 
 
-@pytest.mark.parametrize(("cache", "mesh"), _combinations(LAYOUTS, ("contiguous", "mixed"), ("paged", "tensor=4")))
+@pytest.mark.parametrize(
+    ("cache", "mesh"), short(2, _combinations(LAYOUTS, ("contiguous", "mixed"), ("paged", "tensor=4")))
+)
 def test_chunks_and_single_tokens_give_the_whole_texts_logits(cache, mesh):
     np.testing.assert_allclose(_in_chunks(CONFIG, cache, mesh), _whole(CONFIG, TOKENS), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("cache", "mesh"),
-    [pytest.param("contiguous", "none", marks=pytest.mark.long), ("contiguous", "tensor=4"), ("paged", "mixed")],
+    short(
+        1, [pytest.param("contiguous", "none", marks=pytest.mark.long), ("contiguous", "tensor=4"), ("paged", "mixed")]
+    ),
 )
 def test_cached_latents_give_the_logits_of_the_keys_and_values_they_stand_for(cache, mesh):
     """The absorbed form of multi-head latent attention against the plain one."""

@@ -21,6 +21,7 @@ from jaxscale.models import TransformerConfig
 from jaxscale.nn import MixtureOfExperts
 from jaxscale.step.state import describe_model
 from tests.truth.compiled import nothing_is_compiled
+from tests.truth.long import short
 from tests.truth.params import random_params
 
 VOCAB, LENGTH, END = 64, 32, 5
@@ -145,6 +146,7 @@ def run(engine, requests):
     return events
 
 
+@pytest.mark.long
 def test_two_hundred_texts_under_page_shortage_get_what_they_get_alone():
     requests = list(trace(200))
     engine = make_engine()
@@ -158,11 +160,14 @@ def test_two_hundred_texts_under_page_shortage_get_what_they_get_alone():
 
 @pytest.mark.parametrize(
     ("mesh", "cache", "vocab"),
-    [
-        pytest.param("tensor=2", Contiguous(), VOCAB, marks=pytest.mark.long),
-        ("data=2,tensor=2,context=2", Paged(page=4, pages=12), VOCAB),
-        ("tensor=2,pipeline=2", Paged(page=4, pages=12), 61),  # which devices do not divide
-    ],
+    short(
+        1,
+        [
+            pytest.param("tensor=2", Contiguous(), VOCAB, marks=pytest.mark.long),
+            ("data=2,tensor=2,context=2", Paged(page=4, pages=12), VOCAB),
+            ("tensor=2,pipeline=2", Paged(page=4, pages=12), 61),  # which devices do not divide
+        ],
+    ),
 )
 def test_sharded_engines_give_what_one_device_gives(mesh, cache, vocab):
     config, requests = dataclasses.replace(CONFIG, vocab=vocab), list(trace(16, seed=3, vocab=vocab))
@@ -238,12 +243,15 @@ def test_shared_pages_save_work_and_change_nothing():
 
 @pytest.mark.parametrize(
     ("mesh", "cache"),
-    [
-        pytest.param(None, Paged(page=4, pages=14), id="paged"),
-        pytest.param(None, Contiguous(), id="contiguous"),
-        pytest.param("data=2,tensor=2,context=2", Paged(page=4, pages=12), id="three axes", marks=pytest.mark.long),
-        pytest.param("tensor=2,pipeline=2", Paged(page=4, pages=12), id="pipeline"),
-    ],
+    short(
+        1,
+        [
+            pytest.param(None, Paged(page=4, pages=14), id="paged"),
+            pytest.param(None, Contiguous(), id="contiguous"),
+            pytest.param("data=2,tensor=2,context=2", Paged(page=4, pages=12), id="three axes", marks=pytest.mark.long),
+            pytest.param("tensor=2,pipeline=2", Paged(page=4, pages=12), id="pipeline"),
+        ],
+    ),
 )
 def test_the_tokens_of_a_scored_prompt_get_what_a_whole_pass_gives_them(mesh, cache):
     requests = list(trace(24 if mesh is None else 12, seed=5, logprobs=2))

@@ -25,6 +25,7 @@ from jaxscale.layout import Layout, shardings_of
 from jaxscale.models import BlockConfig, TransformerConfig
 from jaxscale.nn import GatedDeltaNet, MixtureOfExperts
 from jaxscale.step.state import TrainState, describe_model
+from tests.truth.long import short
 from tests.truth.params import random_params
 from tests.truth.serving import call
 
@@ -79,13 +80,16 @@ def _served(engine, requests):
 
 @pytest.mark.parametrize(
     ("mesh", "cache", "per_page"),
-    [
-        (None, Paged(page=2, pages=14), False),
-        ("data=2,tensor=2,context=2", Paged(page=2, pages=14), True),
-        ("tensor=2,pipeline=2", Paged(page=2, pages=14), False),
-        pytest.param("data=2,tensor=2,context=2", Contiguous(), False, marks=pytest.mark.long),
-        pytest.param(None, Paged(page=2, pages=14), True, marks=pytest.mark.long),
-    ],
+    short(
+        1,
+        [
+            (None, Paged(page=2, pages=14), False),
+            ("data=2,tensor=2,context=2", Paged(page=2, pages=14), True),
+            ("tensor=2,pipeline=2", Paged(page=2, pages=14), False),
+            pytest.param("data=2,tensor=2,context=2", Contiguous(), False, marks=pytest.mark.long),
+            pytest.param(None, Paged(page=2, pages=14), True, marks=pytest.mark.long),
+        ],
+    ),
     ids=str,
 )
 def test_a_mixed_stack_generates_what_passes_over_whole_texts_give(mesh, cache, per_page):
@@ -108,7 +112,7 @@ def test_a_stack_with_states_that_are_matrices_generates_what_passes_over_whole_
     assert _served(engine, requests) == _greedy(requests, config)
 
 
-@pytest.mark.parametrize("linear", [LINEAR, DELTA], ids=["vectors", "matrices"])
+@pytest.mark.parametrize("linear", short(1, [LINEAR, DELTA]), ids=["vectors", "matrices"])
 def test_a_round_of_speculation_goes_back_to_the_last_token_that_stands(linear):
     requests = list(_requests(6))
     mixed = dataclasses.replace(MIXED, blocks=(linear, linear, linear, FULL))

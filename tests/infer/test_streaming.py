@@ -14,6 +14,7 @@ from jaxscale.infer.sampling import Sampling
 from jaxscale.infer.streaming import Layers, OnHost, Streamed, stream_model
 from jaxscale.step import describe_model, make_params
 from tests.truth.errors import raises_saying
+from tests.truth.long import short
 
 CONFIG = js.models.Transformer.Config(depth=7, vocab=64, width=32, heads=4, kv_heads=2, hidden=64, windows=(4, None))
 PROMPTS = (tuple(range(5, 25)), (7, 8))
@@ -126,7 +127,7 @@ def test_stages_are_refused(model, arrays):
         Streamed(graphdef, Layers(infos, OnHost(arrays)), layout=js.Layout("pipeline=2"), **SIZES)
 
 
-@pytest.mark.parametrize("source", ["host", "disk"])
+@pytest.mark.parametrize("source", short(1, ["host", "disk"]))
 def test_a_run_is_streamed_from_memory_and_from_its_checkpoint(finished_run, source, caplog):
     run = js.load(finished_run.path)
     text = run.generate("def ", max_tokens=8, temperature=0, stream_layers=source).text

@@ -15,6 +15,7 @@ from jaxscale.layout import Layout, TensorInfo, fitting_layout, infer_names, sha
 from jaxscale.plan.collectives import collectives
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
+from tests.truth.long import short
 
 LAYOUT = Layout("data=2,tensor=4")
 
@@ -137,7 +138,7 @@ def test_matrices_are_cut_in_pairs(name):
     assert {path: axes[path] for path in CUTS[name]} == CUTS[name]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", short(1, MODELS))
 def test_laid_out_by_inferred_names_a_model_gives_the_same_gradients(name):
     fn, params, data = MODELS[name]()
     want = jax.jit(jax.value_and_grad(fn))(params, data)

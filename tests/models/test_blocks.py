@@ -36,6 +36,7 @@ from jaxscale.step.state import describe_model
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import assert_layouts_agree, random_batch
+from tests.truth.long import short
 from tests.truth.params import random_params
 
 LINEAR, FULL = BlockConfig(mixer=GatedRecurrence()), BlockConfig()
@@ -61,7 +62,7 @@ LAYOUTS = (
 )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", short(1, LAYOUTS), ids=str)
 def test_a_mixed_stack_trains_to_one_devices_numbers_on_every_layout(layout):
     assert_layouts_agree(MIXED, [layout], batch=random_batch(64, seq=8, lengths=(4, 1, 2)))
 

@@ -17,6 +17,7 @@ from jaxscale.models.soft_prompt import prompted_hidden
 from jaxscale.nn.formats import Stored
 from jaxscale.step.state import describe_model
 from tests.truth.errors import raises_saying
+from tests.truth.long import short
 from tests.truth.params import random_params
 
 MODEL = TransformerConfig(depth=2, vocab=64, width=32, heads=2, hidden=32)
@@ -29,7 +30,7 @@ def model_of(config=MODEL, weights=None):
     return nnx.merge(graphdef, params if weights is None else weights.encoded(params, infos, None))
 
 
-@pytest.mark.parametrize("weights", [None, Stored("int4", group=8)])
+@pytest.mark.parametrize("weights", short(1, [None, Stored("int4", group=8)]))
 def test_a_prompt_of_token_embeddings_is_those_tokens_before_the_row(weights):
     model = model_of(weights=weights)
     first = TOKENS[:1, :5]

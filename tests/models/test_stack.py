@@ -22,6 +22,7 @@ from jaxscale.step.loss import token_losses
 from jaxscale.step.state import Blueprint, describe_model, make_params
 from tests.truth.compare import assert_leaves_agree, path_name
 from tests.truth.layouts import QUICKLY, random_batch
+from tests.truth.long import short
 from tests.truth.params import random_params
 
 Small = functools.partial(TransformerConfig, depth=2, vocab=37, width=32, heads=4, head_dim=8, hidden=48)
@@ -110,15 +111,18 @@ def test_packed_documents_have_the_losses_they_have_alone(config):
 
 @pytest.mark.parametrize(
     "scanned, changes, layout",
-    [
-        (False, {}, None),
-        (False, {}, "data=1"),
-        (True, {}, "data=2"),
-        (True, dict(memory="full"), None),
-        (True, dict(depth=9), None),
-        (True, dict(scan=True), None),
-        (False, dict(scan=False, depth=9), None),
-    ],
+    short(
+        4,
+        [
+            (False, {}, None),
+            (False, {}, "data=1"),
+            (True, {}, "data=2"),
+            (True, dict(memory="full"), None),
+            (True, dict(depth=9), None),
+            (True, dict(scan=True), None),
+            (False, dict(scan=False, depth=9), None),
+        ],
+    ),
     ids=["one device", "a mesh of one", "several devices", "recomputing", "deep", "told to", "told not to"],
 )
 def test_a_shallow_model_on_one_device_is_unrolled(scanned, changes, layout):

@@ -34,6 +34,7 @@ from jaxscale.step.state import describe_model
 from tests.truth import numpy_transformer as truth
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.layouts import random_batch
+from tests.truth.long import short
 from tests.truth.params import random_params
 
 Small = functools.partial(TransformerConfig, depth=2, vocab=61, width=32, heads=4, head_dim=8, hidden=48)
@@ -108,7 +109,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", short(12, CONFIGS))
 def test_the_model_is_the_decoder_of_the_papers_on_packed_rows(name):
     _check(name, lengths=(5, 7, 3))
 

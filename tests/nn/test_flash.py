@@ -23,6 +23,7 @@ from pallas_kernels.flash_attention import xla
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import in_force, random_batch, train
+from tests.truth.long import short
 
 PLAIN = TransformerConfig(
     depth=2, vocab=64, width=32, heads=4, kv_heads=2, head_dim=8, hidden=48, windows=(5, None), attention_softcap=2.0
@@ -46,11 +47,14 @@ def _truth(name):
 
 @pytest.mark.parametrize(
     ("layout", "name"),
-    [
-        (None, "packed"),
-        (Layout("data=2,tensor=2"), "packed"),
-        pytest.param(Layout("data=2,tensor=2"), "whole rows", marks=pytest.mark.long),
-    ],
+    short(
+        1,
+        [
+            (None, "packed"),
+            (Layout("data=2,tensor=2"), "packed"),
+            pytest.param(Layout("data=2,tensor=2"), "whole rows", marks=pytest.mark.long),
+        ],
+    ),
     ids=str,
 )
 def test_a_transformer_trains_to_the_same_numbers(layout, name):
@@ -66,7 +70,9 @@ def test_it_runs_on_each_devices_own_heads_and_rows():
     assert "shard_map" in text and "f32[2,8,2,8]" in text
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 3}, {"segment_ids": np.array([[1] * 5 + [0] * 3] * 2, np.int32)}])
+@pytest.mark.parametrize(
+    "options", short(2, [{}, {"window": 3}, {"segment_ids": np.array([[1] * 5 + [0] * 3] * 2, np.int32)}])
+)
 def test_decoding_and_masks_are_those_of_dot_product_attention(options):
     random = np.random.default_rng(0)
     q, k, v = (jnp.asarray(random.normal(size=(2, 8, n, 8)), jnp.float32) for n in (4, 2, 2))
@@ -101,7 +107,7 @@ def test_keeping_attention_keeps_the_backward_pass_from_attending_again(layout):
 
 @pytest.mark.parametrize(
     ("heads", "kv", "rules"),
-    [(8, 1, "tensor"), (8, 2, "tensor"), (12, 3, "tensor"), (8, 4, Rules(activations={"heads": "tensor"}))],
+    short(2, [(8, 1, "tensor"), (8, 2, "tensor"), (12, 3, "tensor"), (8, 4, Rules(activations={"heads": "tensor"}))]),
 )
 def test_key_heads_that_every_device_has_are_read_by_the_right_queries(heads, kv, rules):
     random = np.random.default_rng(0)

@@ -19,6 +19,7 @@ from jaxscale.nn.formats import FORMATS, PRESETS, GroupedIntegers, Stored, Store
 from jaxscale.parallel import Arithmetic
 from jaxscale.testing.params import random_params
 from tests.truth.errors import raises_saying
+from tests.truth.long import short
 
 RNG = np.random.default_rng(0)
 KERNEL = (RNG.normal(size=(2, 64, 32)) * 0.02).astype(np.float32)  # (layers, embed, mlp)
@@ -30,7 +31,7 @@ FLOATS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "dtype"), FLOATS.items())
+@pytest.mark.parametrize(("name", "dtype"), short(4, FLOATS.items()))
 def test_floats_are_those_of_ml_dtypes_and_round_as_they_do(name, dtype):
     numbers, dtype = numbers_of(name), getattr(ml_dtypes, dtype)
     codes = np.arange(2**numbers.bits, dtype=np.uint8)
@@ -45,7 +46,7 @@ def test_floats_are_those_of_ml_dtypes_and_round_as_they_do(name, dtype):
         np.testing.assert_array_equal(got, some.astype(dtype).astype(np.float32))
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("bits", short(4, range(1, 9)))
 def test_integers_of_any_width_round_to_the_nearest_and_pack_without_gaps(bits):
     signed, unsigned = numbers_of(f"int{max(bits, 2)}"), numbers_of(f"uint{bits}")
     x = RNG.normal(size=500).astype(np.float32) * 2 ** (bits - 1)
@@ -183,12 +184,12 @@ def test_products_and_their_gradients_are_those_of_the_dense_kernel(name):
 
 @pytest.mark.parametrize(
     ("made", "shape", "contracted"),
-    [
+    short(2, [
         (Stored("int4", group=16, activations=4), (64, 6), (0,)),
         (Stored("int6", group=32, outputs=2, activations=8), (4, 16, 6), (0, 1)),
         (Stored("int4", group=8, scale="e8m0", activations=8), (4, 16, 6), (0, 1)),
         (Stored("int8", group=16, activations=3), (6, 64), (1,)),
-    ],
+    ]),
 )  # fmt: skip
 def test_products_of_integers_are_those_of_numpy(made, shape, contracted):
     kernel = RNG.normal(size=shape).astype(np.float32)

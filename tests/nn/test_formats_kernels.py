@@ -15,6 +15,7 @@ from jaxscale.parallel import Arithmetic
 from jaxscale.plan import compile_for
 from pallas_kernels import tiles
 from pallas_kernels.dispatch import interpreted
+from tests.truth.long import short
 
 RNG = np.random.default_rng(0)
 CASES = {
@@ -39,12 +40,15 @@ def by_kernel(x, weight, axes, summed):
 
 @pytest.mark.parametrize(
     ("name", "case", "mesh", "backward"),
-    [
-        ("uint4", "mlp down", "fsdp=2,tensor=2", False),
-        ("mxfp4", "inputs of heads", None, True),
-        pytest.param("nf4_double", "mlp down", "tensor=2", True, marks=pytest.mark.long),
-        pytest.param("int4", "outputs of heads", "fsdp=2,tensor=2", True, marks=pytest.mark.long),
-    ],
+    short(
+        1,
+        [
+            ("uint4", "mlp down", "fsdp=2,tensor=2", False),
+            ("mxfp4", "inputs of heads", None, True),
+            pytest.param("nf4_double", "mlp down", "tensor=2", True, marks=pytest.mark.long),
+            pytest.param("int4", "outputs of heads", "fsdp=2,tensor=2", True, marks=pytest.mark.long),
+        ],
+    ),
 )
 def test_the_kernels_product_is_that_of_the_dense_kernel_on_every_layout(name, case, mesh, backward):
     weight, axes, summed = made(name, case)

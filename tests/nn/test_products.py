@@ -29,6 +29,7 @@ from jaxscale.step.number_types import check_number_types
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import random_batch, train
+from tests.truth.long import short
 
 ALL = [
     Int8(kernel_gradient=True),
@@ -110,11 +111,14 @@ CASES = {
 
 @pytest.mark.parametrize(
     "case, recipe",
-    [
-        ("out of a sharded dimension", Int8(kernel_gradient=True, stochastic=True)),
-        ("into a sharded dimension", Fp8()),
-        long("out of a sharded dimension", MXFP8(block=2)),
-    ],
+    short(
+        1,
+        [
+            ("out of a sharded dimension", Int8(kernel_gradient=True, stochastic=True)),
+            ("into a sharded dimension", Fp8()),
+            long("out of a sharded dimension", MXFP8(block=2)),
+        ],
+    ),
 )
 def test_on_a_layout_a_product_and_its_gradients_are_those_of_one_device(case, recipe):
     inner, outer, axes, contracted = CASES[case]
@@ -161,11 +165,14 @@ SLOTS = experts.Capacity(8, 8)
 
 @pytest.mark.parametrize(
     "recipe, capacity",
-    [
-        (Int8(kernel_gradient=True), None),
-        (Fp8(scaling="tensor"), SLOTS),
-        long(MXFP8(block=2), None),
-    ],
+    short(
+        1,
+        [
+            (Int8(kernel_gradient=True), None),
+            (Fp8(scaling="tensor"), SLOTS),
+            long(MXFP8(block=2), None),
+        ],
+    ),
 )
 def test_experts_on_a_layout_are_those_of_one_device(recipe, capacity):
     rng = np.random.default_rng(0)
@@ -318,7 +325,9 @@ def test_a_sum_that_int32_may_not_hold_is_refused():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("recipe", [Int8(), Fp8(), MXFP8(block=8), Rounded("mxfp4"), Rounded("nf4", "int8")], ids=str)
+@pytest.mark.parametrize(
+    "recipe", short(3, [Int8(), Fp8(), MXFP8(block=8), Rounded("mxfp4"), Rounded("nf4", "int8")]), ids=str
+)
 def test_a_number_that_is_not_finite_is_not_rounded_away(recipe, bad):
     x, kernel = arrays((B, S, 64), (64, 192))  # so large that XLA's maximum on a CPU leaves NaN out
     f = jax.jit(lambda *a: project(*a, ("embed", "mlp"), (0,), recipe.arithmetic("float32")))

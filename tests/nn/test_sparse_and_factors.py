@@ -18,6 +18,7 @@ from jaxscale.parallel import Arithmetic
 from jaxscale.testing.params import random_params
 from tests.convert.test_recipes import OUT, N, drawn, inputs_of
 from tests.truth.errors import raises_saying
+from tests.truth.long import short
 
 RNG = np.random.default_rng(0)
 
@@ -31,7 +32,7 @@ def masked(w, scores, rows):
     return out
 
 
-@pytest.mark.parametrize(("group", "outputs", "share"), [(1, 1, 0.6), (1, 1, 0.9), (4, 8, 0.5)])
+@pytest.mark.parametrize(("group", "outputs", "share"), short(2, [(1, 1, 0.6), (1, 1, 0.9), (4, 8, 0.5)]))
 def test_a_sparse_weight_is_the_masked_dense_one_and_multiplies_as_it(group, outputs, share):
     w = RNG.normal(size=(2, 4, 8, OUT)).astype(np.float32)
     form = Sparse(share, group, outputs, "float32")

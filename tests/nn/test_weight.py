@@ -42,6 +42,7 @@ from jaxscale.testing.params import random_params
 from jaxscale.train import FromRun
 from jaxscale.train.checkpoints import Checkpoints
 from tests.truth.errors import raises_saying
+from tests.truth.long import short
 
 
 @jax.tree_util.register_dataclass
@@ -124,7 +125,7 @@ LAYERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", short(4, LAYERS))
 def test_every_layer_computes_what_it_does_with_dense_arrays(name):
     make, call = LAYERS[name]
     weighted, dense, weights = _both(_made(make))
@@ -250,7 +251,8 @@ ASKED = dict(temperature=0, max_tokens=4, ignore_end=True)
 
 
 @pytest.mark.parametrize(
-    "options", [{}, *({"stream_layers": n} for n in ("host", "disk")), *({"layout": n} for n in (THREE, "pipeline=2"))]
+    "options",
+    short(2, [{}, *({"stream_layers": n} for n in ("host", "disk")), *({"layout": n} for n in (THREE, "pipeline=2"))]),
 )
 def test_greedy_completions_are_those_of_dense_arrays(base, greedy, options):
     run = js.load(base.path)

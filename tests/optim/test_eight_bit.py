@@ -20,6 +20,7 @@ from pallas_kernels.blockwise import dequantize_blockwise
 from pallas_kernels.dispatch import KernelError
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
+from tests.truth.long import short
 
 ALL_32 = EightBit(min_size=10**9)
 RATE = optax.linear_schedule(0.1, 0.01, 8)
@@ -106,7 +107,7 @@ def test_8_bits_stay_close_to_32(name):
         assert 0 < np.abs(a - b).mean() < 0.25 * moved, key  # a wrong rule or scale is off by its whole size
 
 
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", short(3, MEMBERS))
 def test_update_then_apply_is_update_and_apply(name):
     tx = MEMBERS[name][0](RATE, infos=INFOS)
     (fused, state), (split, other) = _whole(name), _steps(tx, PARAMS, fused=False)
@@ -126,11 +127,14 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [
-        pytest.param(name, layout, marks=pytest.mark.long if name == "lamb" and layout in LAYOUTS[1:4] else ())
-        for name in ("adamw", "lamb")
-        for layout in LAYOUTS
-    ],
+    short(
+        3,
+        [
+            pytest.param(name, layout, marks=pytest.mark.long if name == "lamb" and layout in LAYOUTS[1:4] else ())
+            for name in ("adamw", "lamb")
+            for layout in LAYOUTS
+        ],
+    ),
     ids=str,
 )
 def test_state_is_identical_on_every_layout(name, layout):
@@ -143,7 +147,7 @@ def test_state_is_identical_on_every_layout(name, layout):
     assert_leaves_agree(params, want_params, gradient_norm=0.0)
 
 
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", short(3, MEMBERS))
 def test_stacked_layers_equal_unrolled_ones(name):
     make = MEMBERS[name][0]
     stacked, state = _whole(name)
@@ -179,7 +183,7 @@ COMPOSED = {
 }
 
 
-@pytest.mark.parametrize("wrapper", COMPOSED)
+@pytest.mark.parametrize("wrapper", short(2, COMPOSED))
 def test_composed_with_optax_it_does_the_same(wrapper):
     got, _ = _steps(COMPOSED[wrapper](), PARAMS, fused=False)
     assert_leaves_agree(got, _plain(), gradient_norm=0.0)

@@ -29,6 +29,7 @@ from jaxscale.testing.layouts import lay
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import QUICKLY, in_force, random_batch, to_numpy
+from tests.truth.long import short
 from tests.truth.params import random_params
 
 Small = functools.partial(TransformerConfig, depth=2, vocab=32, width=64, head_dim=8, hidden=96, kv_heads=4)
@@ -134,7 +135,7 @@ FACTORS = {
 
 
 @pytest.mark.parametrize("form", ["update", "update and apply"])
-@pytest.mark.parametrize("member", MEMBERS)
+@pytest.mark.parametrize("member", short(4, MEMBERS))
 def test_each_tensor_has_its_rate_and_loses_what_decay_takes_of_all(member, form):
     """Compare with optax on one tensor at a time; learning rate times weight decay is equal for all tensors."""
     optimizer, truth, rule = MEMBERS[member]

@@ -7,6 +7,7 @@ import pytest
 from pallas_kernels import dispatch, parity
 from tests.pallas_kernels.comparison import Case
 from tests.pallas_kernels.parity import BACKENDS, cases, committed, measure
+from tests.truth.long import short
 
 CASES = {c.name: c for c in cases()}
 HERE = tuple(b for b in BACKENDS if b != "mosaic_gpu" or dispatch.JAX_VERSION >= (0, 11))
@@ -20,7 +21,7 @@ def _sample(dtype: str) -> list[Case]:
 
 @pytest.mark.parametrize(
     ("backend", "dtype"),
-    [*((backend, "float32") for backend in HERE), pytest.param("xla", "bfloat16", marks=pytest.mark.long)],
+    short(1, [*((backend, "float32") for backend in HERE), pytest.param("xla", "bfloat16", marks=pytest.mark.long)]),
 )
 def test_no_error_is_more_than_twice_a_plain_implementations(backend, dtype):
     rows = [measure(case, backend) for case in _sample(dtype)]

@@ -12,6 +12,7 @@ from jaxscale.layout import Layout
 from jaxscale.parallel import linear_attention, short_convolution
 from jaxscale.parallel.context import zigzag
 from jaxscale.parallel.linear_attention import attend
+from tests.truth.long import short
 
 B, S, H, K, V = 2, 48, 2, 20, 3
 CHUNK = 20  # does not divide S, and is more than one block of rows; blocks of 16 do not divide it
@@ -57,7 +58,9 @@ def test_chunks_equal_the_recurrence(decay, delta):
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max() * (10 if decay == "strong" else 1))
 
 
-@pytest.mark.parametrize("mesh,in_zigzag", [("context=4,tensor=2", False), ("context=2,data=2,tensor=2", True)])
+@pytest.mark.parametrize(
+    "mesh,in_zigzag", short(1, [("context=4,tensor=2", False), ("context=2,data=2,tensor=2", True)])
+)
 def test_shards_of_a_sequence_go_on_from_each_other_and_gradients_are_those_of_one_device(mesh, in_zigzag):
     *operands, starts = _operands("channels", True)
     layout = Layout(mesh)
@@ -87,6 +90,7 @@ def test_weak_decays_after_one_that_leaves_nothing_are_exact(decay):
     np.testing.assert_allclose(got, [2, 2, 2 + 2 * np.exp(-0.1), 2 + 2 * np.exp(-0.1) + 2 * np.exp(-0.2)], rtol=1e-5)
 
 
+@pytest.mark.long
 def test_equal_keys_are_solved_as_exactly_as_others():
     x = jnp.ones((1, 64, 1, 4)) / 2  # a text of one token, each of which replaces what the last one wrote
     v = jnp.arange(64.0)[None, :, None, None]

@@ -21,6 +21,7 @@ from jaxscale.step.pipeline import kernels_of
 from tests.truth.errors import raises_saying
 from tests.truth.hlo import branches
 from tests.truth.layouts import QUICKLY, build, random_batch, remembering_sgd
+from tests.truth.long import short
 from tests.truth.schedules import random_table
 
 MODEL = TransformerConfig(depth=4, vocab=64, width=16, heads=4, kv_heads=2, head_dim=4, hidden=32)
@@ -43,11 +44,14 @@ def compiled(layout: Layout, model: TransformerConfig = MODEL, rows: int = 8, se
 
 @pytest.mark.parametrize(
     "layout,alone",
-    [
-        (Layout("pipeline=2,data=2,tensor=2", pipeline="lockstep-zb:4"), False),
-        (Layout("pipeline=2", pipeline="zb-h1:4"), True),
-        (Layout("pipeline=2,data=2", pipeline="zb-h1:2"), True),
-    ],
+    short(
+        1,
+        [
+            (Layout("pipeline=2,data=2,tensor=2", pipeline="lockstep-zb:4"), False),
+            (Layout("pipeline=2", pipeline="zb-h1:4"), True),
+            (Layout("pipeline=2,data=2", pipeline="zb-h1:2"), True),
+        ],
+    ),
     ids=str,
 )
 def test_no_collective_stands_under_a_branch_that_devices_take_differently(layout, alone):

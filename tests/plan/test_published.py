@@ -15,6 +15,7 @@ from jaxscale.hardware import chip, chips, topology
 from jaxscale.layout import Layout
 from jaxscale.layout.mesh import parse_mesh
 from jaxscale.nn import MemoryPolicy
+from tests.truth.long import short
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "planner_accuracy" / "published"
 FILES = {p.stem: json.loads(p.read_text()) for p in sorted(FOLDER.glob("*.json"))}
@@ -74,14 +75,17 @@ def test_the_committed_ratios_say_each_runs_regime_and_split():
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "maxtext-v5p-64b-1x128",
-        "maxtext-tpu7x-llama3-8b-1048576-64",
-        "maxtext-v6e-mixtral-8x22b-256",
-        "mpt-a100-7b-32768-8",
-        "nemo-h100-llama3-70b-64",
-        "torchtitan-a100-llama3-70b-64",
-    ],
+    short(
+        3,
+        [
+            "maxtext-v5p-64b-1x128",
+            "maxtext-tpu7x-llama3-8b-1048576-64",
+            "maxtext-v6e-mixtral-8x22b-256",
+            "mpt-a100-7b-32768-8",
+            "nemo-h100-llama3-70b-64",
+            "torchtitan-a100-llama3-70b-64",
+        ],
+    ),
 )
 def test_a_held_out_run_is_predicted_from_its_configuration(name, monkeypatch):
     """Within a quarter: the experiment's tables say how closely; here, that nothing between is broken."""

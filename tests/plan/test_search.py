@@ -42,7 +42,7 @@ def devices_of(memory: int, count: int = 4) -> Topology:
 @pytest.fixture(scope="module")
 def every():
     """Seconds and bytes of every candidate, worked out one by one."""
-    target, result = devices_of(2**40), []
+    target, result = devices_of(2**40, 2), []
     for c in candidates(CONFIG, target.devices, SMALL):
         with contextlib.suppress(LayoutError):
             plan = plan_for(c.config, target, compile="never")
@@ -68,8 +68,8 @@ def test_what_is_found_is_the_best_of_all(every, share):
     sizes = sorted(size for _, size in every)
     memory = sizes[int(share * (len(sizes) - 1))]
     fitting = [(t, size) for t, size in every if size <= memory]
-    upper = error_bar(CONFIG, devices_of(memory), memory).bytes(memory)[1]
-    result = search(CONFIG, devices_of(upper), space=SMALL, compile="never", within=1.5)
+    upper = error_bar(CONFIG, devices_of(memory, 2), memory).bytes(memory)[1]
+    result = search(CONFIG, devices_of(upper, 2), space=SMALL, compile="never", within=1.5)
     assert result.winner.step.total == fitting[0][0] and result.winner.fits
     near = [(t, size) for t, size in fitting if t <= 1.5 * fitting[0][0]]
     front = [(t, size) for i, (t, size) in enumerate(near) if all(size < other for _, other in near[:i])]
@@ -77,7 +77,7 @@ def test_what_is_found_is_the_best_of_all(every, share):
 
 
 def test_what_cannot_be_the_fastest_is_not_worked_out(every):
-    result = search(CONFIG, devices_of(2**40), space=SMALL, compile="never", within=1)
+    result = search(CONFIG, devices_of(2**40, 2), space=SMALL, compile="never", within=1)
     assert result.winner.step.total == every[0][0] and result.worked_out < result.considered == len(every)
 
 

@@ -35,6 +35,7 @@ from jaxscale.step.objectives.distill import IDS, LOGPROBS
 from jaxscale.testing import check_objective, random_batch, random_params
 from jaxscale.train import FromRun
 from tests.truth.errors import raises_saying
+from tests.truth.long import short
 
 VOCAB = 32
 STUDENT = TransformerConfig(vocab=VOCAB, depth=1, width=16, heads=2)
@@ -134,6 +135,7 @@ def test_it_keeps_an_objectives_promises(teacher):
         check_objective(config, rows)
 
 
+@pytest.mark.long
 def test_a_student_learns_the_same_on_devices_resumed_and_with_adapters(teacher, tmp_path):
     config = settled(
         TrainConfig(
@@ -172,7 +174,9 @@ def test_another_teacher_in_its_place_is_refused(teacher, tmp_path):
         js.fit(changed, run=tmp_path / "run", resume=True, **QUIET)
 
 
-@pytest.mark.parametrize("objective,array", [(Distill(top=4), LOGPROBS), (DPO(cached=True), "reference_logprobs")])
+@pytest.mark.parametrize(
+    "objective,array", short(1, [(Distill(top=4), LOGPROBS), (DPO(cached=True), "reference_logprobs")])
+)
 def test_what_is_annotated_is_what_the_model_says_on_any_layout(objective, array, teacher, tmp_path):
     config = TrainConfig(model=STUDENT, objective=objective, **(ROWS | {"data": PAIRS}))
     annotate(config, teacher, tmp_path / "one", say=lambda _: None)

@@ -21,6 +21,7 @@ from jaxscale.train.checkpoints.chunks import to_host
 from jaxscale.train.checkpoints.manifest import leaves_of
 from pallas_kernels.blockwise import dequantize_blockwise
 from tests.truth.errors import raises_saying
+from tests.truth.long import short
 from tests.truth.runs import STEPS, assert_same_bits, losses, transformer, write_text
 
 pytestmark = pytest.mark.once
@@ -56,7 +57,7 @@ def test_it_trains_sharded(run):
     assert losses(run)[-1] < losses(run)[0]
 
 
-@pytest.mark.parametrize("layout", [ELSEWHERE, js.Layout("fsdp=2"), None], ids=str)
+@pytest.mark.parametrize("layout", short(1, [ELSEWHERE, js.Layout("fsdp=2"), None]), ids=str)
 def test_its_checkpoint_is_restored_onto_any_layout_bit_for_bit(run, layout):
     assert_same_bits(restored(run, layout=layout), run.state)
 

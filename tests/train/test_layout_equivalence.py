@@ -11,6 +11,7 @@ from jaxscale.models import TransformerConfig
 from jaxscale.nn import GroupLimit, MixtureOfExperts, MultiHeadLatent, QKNorm, SigmoidRouter
 from jaxscale.step import NextToken
 from tests.truth.layouts import assert_layouts_agree, random_batch
+from tests.truth.long import short
 
 SEQ = 16
 MODEL = TransformerConfig(depth=2, vocab=64, width=32, heads=4, kv_heads=4, head_dim=8, hidden=64)
@@ -58,7 +59,7 @@ REPEATED = LAYOUTS[1], LAYOUTS[3], LAYOUTS[5]
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(x, marks=pytest.mark.long if x in REPEATED else (), id=str(x)) for x in LAYOUTS]
+    "layout", short(4, [pytest.param(x, marks=pytest.mark.long if x in REPEATED else (), id=str(x)) for x in LAYOUTS])
 )
 def test_training_with_everything_on_gives_the_same_numbers_on_every_layout(layout):
     assert_layouts_agree(layouts=[layout], **EVERYTHING)
@@ -97,13 +98,16 @@ OLMO = dataclasses.replace(MODEL, qk_norm=QKNorm(across_heads=True), pre_norm=Fa
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [
-        (LATENT, Layout("data=2,fsdp=2,tensor=2", sequence_sharded=True)),
-        pytest.param(LATENT, Layout("data=2,fsdp=2,tensor=2", "zero2"), marks=pytest.mark.long),
-        (LATENT, Layout("context=2,expert=2,tensor=2")),
-        pytest.param(OLMO, Layout("data=2,tensor=4"), marks=pytest.mark.long),
-        (OLMO, Layout("context=2,fsdp=2,tensor=2", sequence_sharded=True)),
-    ],
+    short(
+        1,
+        [
+            (LATENT, Layout("data=2,fsdp=2,tensor=2", sequence_sharded=True)),
+            pytest.param(LATENT, Layout("data=2,fsdp=2,tensor=2", "zero2"), marks=pytest.mark.long),
+            (LATENT, Layout("context=2,expert=2,tensor=2")),
+            pytest.param(OLMO, Layout("data=2,tensor=4"), marks=pytest.mark.long),
+            (OLMO, Layout("context=2,fsdp=2,tensor=2", sequence_sharded=True)),
+        ],
+    ),
     ids=lambda x: str(x) if isinstance(x, Layout) else "latent" if x is LATENT else "olmo",
 )
 def test_attention_from_latents_and_norms_over_all_heads_give_the_same_numbers_on_every_layout(model, layout):

@@ -39,6 +39,7 @@ from jaxscale.train.skips import SKIPS
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import in_force
+from tests.truth.long import short
 from tests.truth.runs import assert_same_bits, bigram
 
 LOCAL = LocalSteps(replicas=2, every=3)
@@ -100,7 +101,7 @@ def simulated():
     return seen
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", short(2, MESHES))
 def test_replicas_are_a_plain_loop_on_every_mesh(name, simulated):
     seen, state = trained(MESHES[name])
     for i, ((params, loss), (want, want_loss)) in enumerate(zip(seen, simulated, strict=True)):
@@ -112,6 +113,7 @@ def test_replicas_are_a_plain_loop_on_every_mesh(name, simulated):
     assert_leaves_agree(host(LOCAL.weights(state)), mean, gradient_norm=0.0)
 
 
+@pytest.mark.long
 def test_a_sequence_that_attention_reorders_is_the_same_within_each_replica():
     results = []
     for layout in (None, Layout("replica=2,context=2,tensor=2"), Layout("replica=2,data=2,context=2")):
@@ -126,7 +128,7 @@ def test_a_sequence_that_attention_reorders_is_the_same_within_each_replica():
         assert_leaves_agree(params, results[0][0], gradient_norm=0.0)
 
 
-@pytest.mark.parametrize("name", ["8-bit states", "adapters"])
+@pytest.mark.parametrize("name", short(1, ["8-bit states", "adapters"]))
 def test_quantised_states_and_adapters_are_two_runs_whose_parameters_are_averaged(name, tmp_path):
     changes = dict(optimizer=AdamW8bit(storage=EightBit(min_size=0, width=4)))
     if name == "adapters":

@@ -31,6 +31,7 @@ from jaxscale.step.step import make_eval
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import assert_layouts_agree, build, random_batch, remembering_sgd
+from tests.truth.long import short
 from tests.truth.schedules import random_table
 
 MODEL = TransformerConfig(depth=4, vocab=64, width=16, heads=4, kv_heads=1, head_dim=4, hidden=32)
@@ -51,7 +52,9 @@ def random_schedule(stages: int, microbatches: int, chunks: int = 2):
     return random_table(stages, microbatches, chunks=chunks, phases=3, seed=stages * microbatches)
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, Pipeline(random_schedule, 4, 2)], ids=lambda s: getattr(s, "name", s))
+@pytest.mark.parametrize(
+    "schedule", short(3, [*SCHEDULES, Pipeline(random_schedule, 4, 2)]), ids=lambda s: getattr(s, "name", s)
+)
 def test_every_schedule_gives_the_same_numbers(schedule):
     pipeline = dataclasses.replace(Pipeline.of(schedule), microbatches=4)
     assert_layouts_agree(MODEL, [Layout("pipeline=2", pipeline=pipeline)], batch=BATCH)
@@ -59,17 +62,20 @@ def test_every_schedule_gives_the_same_numbers(schedule):
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(Layout("pipeline=4", pipeline="interleaved:4:1"), marks=pytest.mark.long),
-        Layout("data=2,pipeline=2,tensor=2", pipeline="lockstep-zb"),
-        pytest.param(Layout("fsdp=2,pipeline=2,data=2", pipeline="1f1b:2"), marks=pytest.mark.long),
-        pytest.param(
-            Layout("pipeline=2,tensor=2", pipeline=Pipeline(random_schedule, 4, 2), sequence_sharded=True),
-            marks=pytest.mark.long,
-        ),
-        Layout("pipeline=2,context=2", pipeline="gpipe"),
-        Layout("pipeline=4,data=2", "zero2"),
-    ],
+    short(
+        1,
+        [
+            pytest.param(Layout("pipeline=4", pipeline="interleaved:4:1"), marks=pytest.mark.long),
+            Layout("data=2,pipeline=2,tensor=2", pipeline="lockstep-zb"),
+            pytest.param(Layout("fsdp=2,pipeline=2,data=2", pipeline="1f1b:2"), marks=pytest.mark.long),
+            pytest.param(
+                Layout("pipeline=2,tensor=2", pipeline=Pipeline(random_schedule, 4, 2), sequence_sharded=True),
+                marks=pytest.mark.long,
+            ),
+            Layout("pipeline=2,context=2", pipeline="gpipe"),
+            Layout("pipeline=4,data=2", "zero2"),
+        ],
+    ),
     ids=str,
 )
 def test_training_with_everything_on_gives_the_same_numbers(layout):

@@ -134,6 +134,7 @@ def backbone(tmp_path_factory):
 SETTINGS = dict(objective=RewardModel(), seq_len=16, batch_size=8, layout=None, quiet=True)
 
 
+@pytest.mark.long
 def test_a_reward_model_starts_from_a_run_of_its_backbone(backbone, tmp_path):
     start = FromRun(str(backbone.path))
     run = js.fit(

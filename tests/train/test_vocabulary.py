@@ -23,6 +23,7 @@ from jaxscale.step.backprop import make_loss_and_grads
 from jaxscale.testing.params import random_params
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.layouts import assert_layouts_agree, random_batch
+from tests.truth.long import short
 
 V = 61
 MODEL = TransformerConfig(
@@ -34,11 +35,14 @@ BATCH = random_batch(V, lengths=(7, 2, 4))
 
 @pytest.mark.parametrize(
     "layout,loss",
-    [
-        (Layout("fsdp=2,tensor=4", sequence_sharded=True), MaterialisedLoss()),
-        (EVERY, CutLoss()),
-        (EVERY, MaterialisedLoss()),
-    ],
+    short(
+        1,
+        [
+            (Layout("fsdp=2,tensor=4", sequence_sharded=True), MaterialisedLoss()),
+            (EVERY, CutLoss()),
+            (EVERY, MaterialisedLoss()),
+        ],
+    ),
     ids=str,
 )
 def test_training_gives_the_same_numbers_on_every_layout(layout, loss):

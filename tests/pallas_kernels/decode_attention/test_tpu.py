@@ -14,6 +14,7 @@ from pallas_kernels.gate import configurations
 from tests.pallas_kernels.decode_attention.cases import FEATURES, make, truth
 from tests.pallas_kernels.decode_attention.test_ops import check
 from tests.pallas_kernels.flash_attention.cases import covering, parameters
+from tests.truth.long import short
 
 CASES = covering(
     {n: FEATURES[n] for n in ("queries", "stride", "window", "softcap", "shared")}
@@ -22,7 +23,7 @@ CASES = covering(
 GATE = {name: (fn, shapes) for name, fn, shapes in configurations("decode_attention", "tpu")}
 
 
-@pytest.mark.parametrize("case", parameters(CASES))
+@pytest.mark.parametrize("case", short(4, parameters(CASES)))
 def test_it_is_as_exact_as_plain_and_invisible_values_may_be_nan(case, capsys):
     kv = case["heads"][1]
     with interpreted(races=True), tiles.trying("decode_attention", {"columns": 16 * kv, "workers": 2}):

@@ -16,6 +16,7 @@ from jaxscale.parallel.reductions import sharded_logsumexp
 from pallas_kernels.softmax import combine, combine_all, empty, partial
 from pallas_kernels.softmax.pairs import pow2, split
 from tests.pallas_kernels.softmax.cases import assert_as_exact_as, assert_same, edge_rows, gradient_truth, normal, truth
+from tests.truth.long import short
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -23,7 +24,7 @@ def _in_two(x: jax.Array, at: int) -> jax.Array:
     return combine(partial(x[:, :at]), partial(x[:, at:])).logsumexp()
 
 
-@pytest.mark.parametrize("scale", [1.0, 30.0, 1e4, 1e6])
+@pytest.mark.parametrize("scale", short(2, [1.0, 30.0, 1e4, 1e6]))
 def test_a_row_cut_anywhere_adds_up_to_the_row(scale):
     x = normal((6, 101), scale=scale)
     for at in (1, 50, 100):

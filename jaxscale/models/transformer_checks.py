@@ -103,6 +103,12 @@ def check_transformer(c: TransformerConfig) -> None:
     for name in c.overlap:
         if name not in ("attention", "mlp"):
             raise ConfigError(f"Transformer.overlap names the sub-layer '{name}'{near(name, ('attention', 'mlp'))}")
+    for rule in rules_of(c.products):
+        if getattr(rule.products, "sums", False) and not c.overlap:
+            raise ConfigError(
+                f"{type(rule.products).__name__}.sums = True is of overlapped layers, and there are none: set "
+                "Transformer.overlap = ('attention', 'mlp'), or leave sums False"
+            )
     if c.blocks:
         for name, plain in (("windows", (None,)), ("dense_mlp", SwiGLU), ("dense_layers", 0), ("mlp_every", 1)):
             if getattr(c, name) != plain:

@@ -177,6 +177,9 @@ class Arithmetic:
       out_dtype: dtype of the product. Gradients have the dtype of what they belong to.
       reparametrised: a differentiable function from the stored kernel to the one that is multiplied; `None` is the
         kernel itself.
+      sums: the numbers in which devices exchange the terms of an overlapped product's sum, as left operands; `None`
+        sums them on the way, in `out_dtype`.
+      gradient_sums: the same of the sum for the input's gradient; `None` sums in `dtype`.
     """
 
     forward: Numbers
@@ -185,6 +188,8 @@ class Arithmetic:
     dtype: DTypeLike
     out_dtype: DTypeLike
     reparametrised: Callable[[Float[Array, "..."]], Float[Array, "..."]] | None = None
+    sums: Numbers | None = None
+    gradient_sums: Numbers | None = None
 
     @classmethod
     def cast(cls, dtype: DTypeLike, out_dtype: DTypeLike | None = None) -> Arithmetic:

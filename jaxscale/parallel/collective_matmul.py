@@ -3,7 +3,8 @@
 If the residual stream is sharded along its sequence over `tensor` (Korthikanti et al. 2022), a product into the hidden
 width follows an all-gather, and a product out of it precedes a reduce-scatter. Here the product is computed shard by
 shard, and each permute runs at the same time as the product of another shard (Wang et al. 2023, "Overlap communication
-with dependent computation"; Pati et al. 2024, T3, do it in hardware). The same number of bytes is sent.
+with dependent computation"; Pati et al. 2024, T3, do it in hardware). The same number of bytes is sent, or fewer:
+operands travel in the numbers of the product, and sums in those of `Arithmetic.sums`, if it has any.
 """
 
 from __future__ import annotations
@@ -194,6 +195,22 @@ def _summed_in_turn(over: Names, term: Callable[[Array], Array], dtype: DTypeLik
     return total
 
 
+def _exchanged(over: Names, term: Callable[[Array], Array], numbers: Numbers, dtype: DTypeLike) -> Array:
+    """Return what `_summed_in_turn` does, by an all-to-all of rounded terms, which each device adds in float32.
+
+    A sum on its way around the ring would be rounded by every device. Here each term is rounded once, and a device's
+    own is not. The permutes of the all-to-all run beside the products of later terms.
+    """
+    n, me = lax.axis_size(over), lax.axis_index(over)
+    total = term(me)
+    for step in range(1, n):
+        part = numbers.left(term((me + step) % n), (2,))
+        places = [(i, (i + step) % n) for i in range(n)]
+        received = jax.tree.map(lambda a, to=places: lax.ppermute(a, over, to), part)
+        total = total + received.dense(jnp.float32)
+    return total.astype(dtype)
+
+
 def _take(x: Operand, at: Array, n: int) -> Operand:
     """Return the `at`-th of n pieces of an operand along its sequence."""
 
@@ -235,7 +252,7 @@ def _gather_matmul_fwd(x, kernels, seed, ring, arithmetic):  # type: ignore[no-u
 
 def _gather_matmul_bwd(ring, arithmetic, residuals, dys):  # type: ignore[no-untyped-def]
     x, kernels, seed = residuals
-    to_x, to_kernel = arithmetic.input_gradient, arithmetic.kernel_gradient
+    to_x, to_kernel, wire = arithmetic.input_gradient, arithmetic.kernel_gradient, arithmetic.gradient_sums
     each = [arithmetic.seeded(None if seed is None else mixed(seed + jnp.uint32(i))) for i in range(len(kernels))]
 
     def local(x, *rest):  # type: ignore[no-untyped-def]
@@ -252,9 +269,11 @@ def _gather_matmul_bwd(ring, arithmetic, residuals, dys):  # type: ignore[no-unt
             for w, dy in zip(weights, dys, strict=True):
                 dims = _dims(range(2, len(_shape(dy))), range(1, len(_shape(w))))
                 out = out + to_x.dot(_take(dy, at, n), w, dims, jnp.float32)
-            return out.astype(arithmetic.dtype)
+            return out if wire else out.astype(arithmetic.dtype)
 
         _pieces_in_turn(x, ring.over, correlate)
+        if wire:
+            return _exchanged(ring.over, term, wire, arithmetic.dtype), *dws
         return _summed_in_turn(ring.over, term, arithmetic.dtype), *dws
 
     hidden = tuple(_hidden(names[1:]) for names in ring.axes)
@@ -281,7 +300,14 @@ def _matmul_scatter_fwd(h, kernel, seed, ring, arithmetic):  # type: ignore[no-u
 
     def local(h, w):  # type: ignore[no-untyped-def]
         dims, n = _dims(range(2, len(_shape(h))), range(len(_shape(w)) - 1)), lax.axis_size(ring.over)
-        return [_summed_in_turn(ring.over, lambda at: numbers.dot(_take(h, at, n), w, dims, dtype), dtype)]
+        of_term = dtype if arithmetic.sums is None else jnp.float32
+
+        def term(at: Array) -> Array:
+            return numbers.dot(_take(h, at, n), w, dims, of_term)
+
+        if arithmetic.sums is not None:
+            return [_exchanged(ring.over, term, arithmetic.sums, dtype)]
+        return [_summed_in_turn(ring.over, term, dtype)]
 
     summed = range(kernel.ndim - 1)
     arguments = numbers.left(h, range(2, h.ndim)), _used(numbers, kernel, summed, names)

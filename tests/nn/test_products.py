@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxscale.errors import ConfigError
-from jaxscale.layout import Layout, constrain
+from jaxscale.layout import Boxes, Layout, constrain
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import MXFP8, Fp8, Int8, Linear, MemoryPolicy, MixtureOfExperts, ProductRule, Rounded, project
 from jaxscale.nn.adapted import Adapted
@@ -24,6 +24,7 @@ from jaxscale.parallel.scaled import INT32_TERMS, exponents, powers_of_two, roun
 from jaxscale.parallel.seeds import random_products
 from jaxscale.plan import compile_for, topology_devices
 from jaxscale.plan.collectives import collectives
+from jaxscale.plan.partition import partitioned
 from jaxscale.step.loss import CutLoss, MaterialisedLoss
 from jaxscale.step.number_types import check_number_types
 from tests.truth.compare import assert_leaves_agree
@@ -134,7 +135,14 @@ def test_on_a_layout_a_product_and_its_gradients_are_those_of_one_device(case, r
         assert_leaves_agree(jax.jit(all_of)(x, kernel), want)
 
 
-@pytest.mark.parametrize("recipe", [Int8(), long(Int8(scaling="tensor", kernel_gradient=True))], ids=str)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Int8(sums=True),
+        *map(long, (Int8(), Int8(scaling="tensor", kernel_gradient=True), Fp8(sums=True), MXFP8(block=2, sums=True))),
+    ],
+    ids=str,
+)
 def test_overlapped_products_are_those_of_one_device(recipe):
     axes, into, out = ("embed", "heads", "head_dim"), ("embed", "mlp"), ("mlp", "embed")
     x, q, up, down, h, *dys = arrays(
@@ -157,7 +165,14 @@ def test_overlapped_products_are_those_of_one_device(recipe):
 
     want = plainly(x, q, up, down, h)
     with Layout("tensor=2,data=2,fsdp=2", sequence_sharded=True):
-        assert_leaves_agree(jax.jit(ring)(x, q, up, down, h), want)
+        got = jax.jit(ring)(x, q, up, down, h)
+    if recipe.sums:  # of the product and of its input's gradient: each device's term is rounded once
+        (*y, s, (dx, *dq), dh), (*want_y, want_s, (want_dx, *want_dq), want_dh) = got, want
+        for a, b, name in ((s, want_s, recipe.operands), (dx, want_dx, recipe.cotangents)):
+            apart = np.linalg.norm(a - b) / np.linalg.norm(b)
+            assert 1e-4 < apart < {"int8": 0.01, "float8_e4m3fn": 0.04, "float8_e5m2": 0.08}[name]
+        got, want = (y, dq, dh), (want_y, want_dq, want_dh)
+    assert_leaves_agree(got, want)
 
 
 SLOTS = experts.Capacity(8, 8)
@@ -450,3 +465,39 @@ def test_on_a_tpu_codes_are_gathered_and_multiplied(topology, recipe, wide):
         f"{types.get(a)} {types.get(b)}" for a, b in re.findall(r" convolution\((%[\w.-]+), (%[\w.-]+)\)", text)
     }
     assert wide in operands, operands
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("topology", [long("v5p:2x2x1"), "v6e:2x2"])
+def test_on_a_tpu_sums_of_overlapped_layers_travel_as_codes_and_the_plan_counts_them(topology):
+    layout = Layout("tensor=4", sequence_sharded=True)
+    shapes = [jax.ShapeDtypeStruct((2, 512, 256), jnp.bfloat16)]
+    shapes += [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((256, 1024), (1024, 256))]
+    split = [Boxes(((), ("tensor",), ())), Boxes(((), ("tensor",))), Boxes((("tensor",), ()))]
+
+    def layer(x, up, down, arithmetic):
+        x = constrain(x, "batch", "residual_seq", "embed")
+        (h,) = gather_matmul(x, (up,), (("embed", "mlp"),), arithmetic)
+        y = matmul_scatter(jax.nn.gelu(h), down, ("mlp", "embed"), arithmetic)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+    def sent(recipe):
+        gradients = jax.grad(functools.partial(layer, arithmetic=recipe.arithmetic("bfloat16")), argnums=(0, 1, 2))
+        program = compile_for(gradients, topology, *shapes, layout=layout)
+        both = collectives(program, layout.sizes), partitioned(gradients, shapes, split, layout).collectives
+        compiled, planned = (sum(c.sent for c in every if c.kind == "collective-permute") for every in both)
+        assert compiled == planned
+        return compiled
+
+    numbers, tokens = 2 * 128 * 256, 2 * 128  # of a device's shard of the residual stream
+    codes, wide = numbers + 4 * tokens, 2 * numbers
+    # x; the sum; then x and the cotangent, for the matrices' gradients in bfloat16; the sum for the input's gradient
+    assert sent(Int8()) == 3 * (codes + 4 * wide)
+    assert sent(Int8(sums=True)) == 3 * (3 * codes + 2 * wide)
+
+
+def test_sums_without_overlapped_layers_are_refused():
+    small = dict(depth=1, vocab=64, width=32, heads=4)
+    with raises_saying(ConfigError, "Int8.sums = True is of overlapped layers", "Transformer.overlap = ('attention',"):
+        TransformerConfig(**small, products=Int8(sums=True))
+    TransformerConfig(**small, products=Int8(sums=True), overlap=("attention", "mlp"))

@@ -55,6 +55,8 @@ class EightBits(Products):
       input_gradient: round the operands of the product for the gradient of its input.
       kernel_gradient: round the operands of the product for the gradient of the matrix.
       stochastic: round the output's gradients up or down at random, so that their mean is right.
+      sums: in overlapped layers (`Transformer.overlap`) devices exchange the terms of their sums in 8 bits, each with a
+        scale for each token, and add them in float32; by default sums travel in the model's dtype.
 
     Raises:
       ConfigError: another scaling, a block below 1, or no product to round.
@@ -71,6 +73,7 @@ class EightBits(Products):
     kernel_gradient: bool = False
     stochastic: bool = False
     history: int = 16
+    sums: bool = False
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -108,8 +111,13 @@ class EightBits(Products):
             shared, history = self.scaling != "channel", self.history if self.scaling == "delayed" else 0
             return Scaled(left, right, plain.dtype, shared, self.block, self.powers, at_random, history=history)
 
+        def wire(name: str) -> Numbers | None:
+            return Scaled(name, name, plain.dtype, block=self.block, powers=self.powers) if self.sums else None
+
         return dataclasses.replace(
             plain,
+            sums=wire(self.operands),
+            gradient_sums=wire(self.cotangents),
             forward=numbers(self.forward, self.operands, self.operands, ""),
             input_gradient=numbers(self.input_gradient, self.cotangents, self.operands, "left"),
             kernel_gradient=numbers(self.kernel_gradient, self.operands, self.cotangents, "right"),

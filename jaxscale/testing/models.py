@@ -26,6 +26,8 @@ from jaxscale.models import (
 )
 from jaxscale.models.base import CountsFlops, DropsTokens, is_causal, vocab_of
 from jaxscale.nn import Group, Mixer, Packed
+from jaxscale.step.objective import NextToken, Objective
+from jaxscale.step.objectives import MaskedToken
 from jaxscale.step.state import describe_model
 from jaxscale.testing.layouts import compare_layouts, random_batch
 from jaxscale.testing.params import random_params
@@ -101,7 +103,11 @@ def check_mixer(mixer: Mixer, layouts: Iterable[Layout] = (), *, tolerance: floa
     config = TransformerConfig(blocks=(BlockConfig(mixer=mixer),), **(sizes | {"depth": 1} | fields))
     name = type(mixer).__name__
     _check(config, name, tolerance)
-    agreement = compare_layouts(config, layouts, batch=random_batch(config.vocab, seq=SEQ, lengths=LENGTHS))
+    if not (layouts := list(layouts)):
+        return
+    objective: Objective = NextToken() if config.causal else MaskedToken()
+    batch = random_batch(config.vocab, seq=SEQ, lengths=LENGTHS)
+    agreement = compare_layouts(config, layouts, batch=batch, objective=objective)
     try:
         agreement.check()
     except AssertionError as e:

@@ -10,12 +10,14 @@ from jaxscale.nn.mixers.mamba2 import Mamba2
 from jaxscale.nn.mixers.mlgru import MLGRU
 from jaxscale.nn.mixers.rat import RAT
 from jaxscale.nn.mixers.sambay import CrossDecoderAttention, GatedMemory
+from jaxscale.nn.mixers.soft import SOFT
 
 __all__ = [
     "CCA",
     "HSTU",
     "MLGRU",
     "RAT",
+    "SOFT",
     "BlockLinear",
     "CrossDecoderAttention",
     "GatedDeltaNet",

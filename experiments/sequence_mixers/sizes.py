@@ -3,7 +3,7 @@
     python experiments/sequence_mixers/sizes.py
 
 Compiles the program that makes a cache, for up to a million tokens, and traces forward passes of up to 128k tokens; no
-array is made. Writes sizes.json beside this file and prints the README's tables. Takes about three minutes.
+array is made. Writes sizes.json beside this file and prints the README's tables. Takes about five minutes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,18 @@ import jaxscale as js
 from jaxscale.infer.cache.contiguous import Contiguous
 from jaxscale.infer.cache.model import init_cache
 from jaxscale.models import BlockConfig, TransformerConfig
-from jaxscale.nn import GatedDeltaNet, KimiDeltaAttention, Mamba2, flash_attention
+from jaxscale.nn import (
+    CCA,
+    HSTU,
+    RAT,
+    BlockLinear,
+    CrossDecoderAttention,
+    GatedDeltaNet,
+    GatedMemory,
+    KimiDeltaAttention,
+    Mamba2,
+    flash_attention,
+)
 from jaxscale.plan.flops import of_jaxpr
 from jaxscale.step.state import describe_model
 from pallas_kernels.dispatch import on_device
@@ -37,11 +48,17 @@ ATTENTION, WINDOW = BlockConfig(), BlockConfig(window=1024)
 
 def stacks() -> dict[str, tuple[BlockConfig, ...]]:
     """Return the blocks of each model; a pattern repeats over the 24 layers."""
-    delta = BlockConfig(mixer=GatedDeltaNet())
+    delta, mamba = BlockConfig(mixer=GatedDeltaNet()), BlockConfig(mixer=Mamba2())
+    gate, cross = BlockConfig(mixer=GatedMemory()), BlockConfig(mixer=CrossDecoderAttention())
     return {
         "attention": (ATTENTION,),
         "window of 1024": (WINDOW,),
-        "Mamba-2": (BlockConfig(mixer=Mamba2()),),
+        "CCA, half the width, an eighth of the keys": (BlockConfig(mixer=CCA()),),
+        "HSTU": (BlockConfig(mixer=HSTU(length=2048)),),
+        "RAT, chunks of 16": (BlockConfig(mixer=RAT()),),
+        "SambaY": (*(mamba, WINDOW) * 5, mamba, ATTENTION, *(gate, cross) * 6),
+        "block-linear": (BlockConfig(mixer=BlockLinear()),),
+        "Mamba-2": (mamba,),
         "Kimi delta attention": (BlockConfig(mixer=KimiDeltaAttention()),),
         "Gated DeltaNet": (delta,),
         "3 Gated DeltaNet, 1 attention": (delta, delta, delta, ATTENTION),
@@ -71,7 +88,8 @@ def main() -> None:
     """Measure every model at every length and print the tables."""
     rows = []
     for name, blocks in stacks().items():
-        config = TransformerConfig(blocks=blocks, **SIZES)
+        narrow = {"heads": 8, "kv_heads": 2} if isinstance(blocks[0].mixer, CCA) else {}
+        config = TransformerConfig(blocks=blocks, **SIZES | narrow)
         rows.append(
             {
                 "name": name,

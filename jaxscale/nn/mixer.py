@@ -7,6 +7,8 @@ from typing import Any, ClassVar, Protocol
 
 from flax import nnx
 
+from jaxscale.errors import ConfigError
+
 MADE_WITH = (
     "kernel", "rotary", "window", "softcap", "scale", "qk_norm", "bias", "out_bias", "out_scale", "norm_eps", "overlap",
     "rngs", "dtype", "param_dtype",
@@ -61,3 +63,49 @@ class Mixer(Protocol):
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> nnx.Module:
         """Make the layer; `options` are those of `MADE_WITH`, of which a mixer may ignore some."""
         ...
+
+
+def chosen(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Return the options of `MADE_WITH` that every layer takes (its dtypes, scale and random streams), and some more.
+
+    Args:
+      options: those that a mixer is called with.
+      *names: of the others that its layer takes.
+    """
+    return {name: options[name] for name in (*names, "out_scale", "dtype", "param_dtype", "rngs")}
+
+
+def check_whole(part: object, *names: str, optional: tuple[str, ...] = ()) -> None:
+    """Check that fields of a config are whole numbers of at least 1.
+
+    Args:
+      part: the config.
+      *names: its fields.
+      optional: its fields that may be `None`.
+
+    Raises:
+      ConfigError: one is not.
+    """
+    for name in (*names, *optional):
+        value = getattr(part, name)
+        whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if not whole and (name not in optional or value is not None):
+            kind = "None or a whole number" if name in optional else "a whole number"
+            raise ConfigError(f"{type(part).__name__}.{name} = {value!r}: must be {kind} of at least 1")
+
+
+def check_causal(mixer: Mixer, config: Any) -> None:
+    """Check that a causal mixer is in a causal model.
+
+    Args:
+      mixer: the mixer.
+      config: the `TransformerConfig`.
+
+    Raises:
+      ConfigError: it is not.
+    """
+    if not config.causal:
+        raise ConfigError(
+            f"{type(mixer).__name__} is causal, and Transformer.attention is not; use another Transformer.attention, "
+            "or BlockLinear(block=None) in its place"
+        )

@@ -17,7 +17,7 @@ from jaxscale.layout import constrain
 from jaxscale.nn.cache import LayerCache, RecurrentState, StateArray
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
-from jaxscale.nn.mixer import Mixer
+from jaxscale.nn.mixer import Mixer, check_whole, chosen
 from jaxscale.nn.mixers.parts import HEADS, recurrence_flops
 from jaxscale.nn.recurrent import document_positions, document_starts
 from jaxscale.nn.rotary import Rotary, rotate
@@ -147,9 +147,7 @@ class BlockLinear(Mixer):
     heads: int | None = None
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.block, int) and not isinstance(self.block, bool) and self.block > 0
-        if self.block is not None and not whole:
-            raise ConfigError(f"BlockLinear.block = {self.block!r}: must be None or a whole number of at least 1")
+        check_whole(self, optional=("block",))
 
     def check(self, config: Any) -> None:
         """See `Mixer`."""
@@ -172,6 +170,5 @@ class BlockLinear(Mixer):
 
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> BlockLinearAttention:
         """See `Mixer`."""
-        names = ("rotary", "out_scale", "dtype", "param_dtype", "rngs")
-        mine = {name: options[name] for name in names}
+        mine = chosen(options, "rotary")
         return BlockLinearAttention(width, self.heads or heads, head_dim, self.block, **mine)

@@ -20,6 +20,7 @@ from jaxscale.nn.attention_layer import MultiHead
 from jaxscale.nn.cache import KeyValues, LayerCache, RecurrentState, StateArray
 from jaxscale.nn.context import Context
 from jaxscale.nn.keys_and_state import KeysAndState
+from jaxscale.nn.mixer import check_causal, check_whole
 from jaxscale.nn.mixers.parts import unit
 from jaxscale.nn.recurrent import convolution, document_starts
 from jaxscale.parallel.short_convolution import convolve, short_convolution
@@ -194,16 +195,12 @@ class CCA(MultiHead):
     mixing_taps: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("taps", "mixing_taps"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"CCA.{name} = {value!r}: must be a whole number of at least 1")
+        check_whole(self, "taps", "mixing_taps")
 
     def check(self, config: Any) -> None:
         """See `AttentionLayer`."""
         super().check(config)
-        if not config.causal:
-            raise ConfigError("CCA is causal, and Transformer.attention is not; use another Transformer.attention")
+        check_causal(self, config)
         for name, why in (("qk_norm", "it scales queries and keys itself"), ("qkv_bias", "it has no biases there")):
             if getattr(config, name):
                 raise ConfigError(f"Transformer.{name} has no place in CCA: {why}; remove it")

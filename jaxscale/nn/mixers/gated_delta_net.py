@@ -17,7 +17,7 @@ from jaxscale.layout import constrain
 from jaxscale.nn.cache import RecurrentState, StateArray
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
-from jaxscale.nn.mixer import Mixer
+from jaxscale.nn.mixer import Mixer, chosen
 from jaxscale.nn.mixers.parts import HEADS, ShortConvolution, rate_logarithm, recurrence_flops, step_size_bias, unit
 from jaxscale.nn.norms import RMSNorm
 from jaxscale.nn.recurrent import matrix_recurrence
@@ -143,9 +143,8 @@ class GatedDeltaNet(Mixer):
 
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> GatedDelta:
         """See `Mixer`."""
-        names = ("norm_eps", "out_scale", "dtype", "param_dtype", "rngs")
         sizes = self._sizes(heads, head_dim)
-        return GatedDelta(width, *sizes, self.taps, **{name: options[name] for name in names})
+        return GatedDelta(width, *sizes, self.taps, **chosen(options, "norm_eps"))
 
     def _sizes(self, heads: int, head_dim: int) -> tuple[int, int, int, int]:
         """Heads, heads of keys, width of a key and of a value."""

@@ -12,12 +12,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError
 from jaxscale.layout import constrain, in_use, named
 from jaxscale.nn.cache import KeyValues, LayerCache
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
-from jaxscale.nn.mixer import Mixer
+from jaxscale.nn.mixer import Mixer, check_causal, check_whole, chosen
 from jaxscale.nn.mixers.parts import HEADS
 from jaxscale.nn.recurrent import document_positions
 from jaxscale.parallel.pointwise_attention import pointwise_attention, weighted
@@ -131,18 +130,11 @@ class HSTU(Mixer):
     value_dim: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("length", "relative"):
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
-            if not whole and (name == "length" or value is not None):
-                raise ConfigError(
-                    f"HSTU.{name} = {value!r}: must be a whole number of at least 1, such as train.seq_len"
-                )
+        check_whole(self, "length", optional=("relative",))
 
     def check(self, config: Any) -> None:
         """See `Mixer`."""
-        if not config.causal:
-            raise ConfigError("HSTU is causal, and Transformer.attention is not; use another Transformer.attention")
+        check_causal(self, config)
 
     def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:
         """See `Mixer`; of scores and values, those of visible pairs of tokens."""
@@ -157,8 +149,7 @@ class HSTU(Mixer):
 
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> PointwiseAttention:
         """See `Mixer`."""
-        names = ("norm_eps", "out_scale", "dtype", "param_dtype", "rngs")
-        mine = {name: options[name] for name in names} | dict(length=self.length, relative=self.relative)
+        mine = chosen(options, "norm_eps") | dict(length=self.length, relative=self.relative)
         return PointwiseAttention(width, *self._sizes(heads, head_dim), **mine)
 
     def _sizes(self, heads: int, head_dim: int) -> tuple[int, int, int]:

@@ -16,7 +16,7 @@ from jaxscale.layout import constrain
 from jaxscale.nn.cache import RecurrentState, StateArray
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
-from jaxscale.nn.mixer import Mixer
+from jaxscale.nn.mixer import Mixer, chosen
 from jaxscale.nn.mixers.parts import HEADS, recurrence_flops
 from jaxscale.nn.norms import RMSNorm
 from jaxscale.nn.recurrent import matrix_recurrence
@@ -142,8 +142,7 @@ class _Heads(Mixer):
     def _make(
         self, width: int, heads: int, head_dim: int, options: dict[str, Any], mine: dict[str, Any]
     ) -> LinearHeads:
-        names = ("norm_eps", "out_scale", "dtype", "param_dtype", "rngs")
-        return LinearHeads(width, *self._sizes(heads, head_dim), **mine | {name: options[name] for name in names})
+        return LinearHeads(width, *self._sizes(heads, head_dim), **mine | chosen(options, "norm_eps"))
 
 
 @register

@@ -17,7 +17,7 @@ from jaxscale.layout import constrain, named
 from jaxscale.nn.cache import RecurrentState, StateArray
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
-from jaxscale.nn.mixer import Mixer
+from jaxscale.nn.mixer import Mixer, chosen
 from jaxscale.nn.mixers.parts import HEADS, ShortConvolution, rate_logarithm, recurrence_flops, step_size_bias
 from jaxscale.nn.recurrent import matrix_recurrence
 
@@ -151,7 +151,5 @@ class Mamba2(Mixer):
 
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> StateSpace:
         """See `Mixer`."""
-        names = ("norm_eps", "out_scale", "dtype", "param_dtype", "rngs")
         heads, head_dim = self.heads or 2 * heads, self.head_dim or head_dim
-        chosen = {name: options[name] for name in names}
-        return StateSpace(width, heads, self.groups, self.state, head_dim, self.taps, **chosen)
+        return StateSpace(width, heads, self.groups, self.state, head_dim, self.taps, **chosen(options, "norm_eps"))

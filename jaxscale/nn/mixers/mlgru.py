@@ -15,7 +15,7 @@ from jaxscale.layout import constrain
 from jaxscale.nn.cache import RecurrentState, StateArray
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
-from jaxscale.nn.mixer import Mixer
+from jaxscale.nn.mixer import Mixer, chosen
 from jaxscale.nn.recurrent import recurrence
 
 _CHANNELS = ("batch", "seq", "mlp")
@@ -90,5 +90,4 @@ class MLGRU(Mixer):
 
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> ChannelGRU:
         """See `Mixer`."""
-        names = ("bias", "out_scale", "dtype", "param_dtype", "rngs")
-        return ChannelGRU(width, self.channels or width, **{name: options[name] for name in names})
+        return ChannelGRU(width, self.channels or width, **chosen(options, "bias"))

@@ -18,7 +18,7 @@ from jaxscale.nn.cache import KeyValues, LayerCache, RecurrentState, StateArray
 from jaxscale.nn.context import Context
 from jaxscale.nn.keys_and_state import KeysAndState
 from jaxscale.nn.linear import Linear, into, out_of
-from jaxscale.nn.mixer import Mixer
+from jaxscale.nn.mixer import Mixer, check_causal, check_whole, chosen
 from jaxscale.nn.mixers.parts import HEADS
 from jaxscale.nn.recurrent import document_positions, recurrence
 from jaxscale.nn.rotary import Rotary, rotate
@@ -136,19 +136,14 @@ class RAT(Mixer):
     groups: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.chunk, bool) or not isinstance(self.chunk, int) or self.chunk < 1:
-            raise ConfigError(f"RAT.chunk = {self.chunk!r}: must be a whole number of at least 1")
+        check_whole(self, "chunk")
 
     def check(self, config: Any) -> None:
         """See `Mixer`."""
         heads, groups = self._sizes(config.sizes.heads, config.sizes.kv_heads)
         if heads % groups:
             raise ConfigError(f"RAT has {groups} groups of queries and keys, which must divide its {heads} heads")
-        if not config.causal:
-            raise ConfigError(
-                "RAT is causal, and Transformer.attention is not; use another Transformer.attention, or BlockLinear() "
-                "in place of RAT"
-            )
+        check_causal(self, config)
 
     def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:
         """See `Mixer`; of scores and values, those of visible pairs of tokens and chunks."""
@@ -165,9 +160,8 @@ class RAT(Mixer):
 
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> ChunkRecurrence:
         """See `Mixer`."""
-        names = ("rotary", "out_scale", "dtype", "param_dtype", "rngs")
         heads, groups = self._sizes(heads, kv_heads)
-        return ChunkRecurrence(width, heads, groups, head_dim, self.chunk, **{name: options[name] for name in names})
+        return ChunkRecurrence(width, heads, groups, head_dim, self.chunk, **chosen(options, "rotary"))
 
     def _sizes(self, heads: int, kv_heads: int) -> tuple[int, int]:
         """Heads, and heads of queries and keys."""

@@ -19,7 +19,7 @@ from jaxscale.nn.attention_layer import MultiHead
 from jaxscale.nn.cache import Cache, LayerCache, State
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
-from jaxscale.nn.mixer import Mixer
+from jaxscale.nn.mixer import Mixer, chosen
 from jaxscale.nn.mixers.parts import HEADS
 from jaxscale.nn.norms import QKNorm
 from jaxscale.nn.rotary import Rotary, rotate
@@ -228,8 +228,7 @@ class GatedMemory(_Reads):
 
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> MemoryGate:
         """See `Mixer`."""
-        names = ("out_scale", "dtype", "param_dtype", "rngs")
-        return MemoryGate(width, *self._sizes(heads, head_dim), **{name: options[name] for name in names})
+        return MemoryGate(width, *self._sizes(heads, head_dim), **chosen(options))
 
     def _sizes(self, heads: int, head_dim: int) -> tuple[int, int]:
         return self.heads or 2 * heads, self.head_dim or head_dim

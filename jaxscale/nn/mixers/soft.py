@@ -16,7 +16,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.layout import constrain
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
-from jaxscale.nn.mixer import Mixer
+from jaxscale.nn.mixer import Mixer, check_whole, chosen
 from jaxscale.nn.mixers.parts import HEADS
 from jaxscale.nn.recurrent import document_positions
 from jaxscale.parallel.landmark_attention import landmark_attention
@@ -74,8 +74,8 @@ class GaussianAttention(nnx.Module):
             index = index if order is None else index[:, order]
             count = -(-seq // self.stride) + (0 if segments is None else self.documents - 1)
             out = landmark_attention(q, v, index, documents, count=count, iterations=self.iterations)
-            room = jnp.sum(new, axis=1)[:, None, None, None] <= count
-            out = jnp.where(room, out, jnp.nan)
+            fits = jnp.sum(new, axis=1)[:, None, None, None] <= count
+            out = jnp.where(fits, out, jnp.nan)
         with jax.named_scope("out"):
             return out_of(constrain(out.astype(self.dtype), *HEADS), self.out)
 
@@ -106,10 +106,7 @@ class SOFT(Mixer):
     heads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("stride", "documents", "iterations"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"SOFT.{name} = {value!r}: must be a whole number of at least 1")
+        check_whole(self, "stride", "documents", "iterations")
 
     def check(self, config: Any) -> None:
         """See `Mixer`."""
@@ -134,6 +131,6 @@ class SOFT(Mixer):
 
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> GaussianAttention:
         """See `Mixer`."""
-        mine = {name: options[name] for name in ("out_scale", "dtype", "param_dtype", "rngs")}
+        mine = chosen(options)
         mine |= dict(stride=self.stride, documents=self.documents, iterations=self.iterations)
         return GaussianAttention(width, self.heads or heads, head_dim, **mine)

@@ -115,6 +115,6 @@ def weighted(
     with jax.default_matmul_precision("highest"):
         scores = jnp.einsum("...shd,...thd->...hst", q, k)
         if bias is not None:
-            scores = scores + bias[jnp.clip(far, 0, bias.shape[0] - 1)][..., None, :, :]
+            scores = scores + jnp.asarray(bias)[jnp.clip(far, 0, bias.shape[0] - 1)][..., None, :, :]
         weights = jnp.where(seen[..., None, :, :], jax.nn.silu(scores) / length, 0)
         return jnp.einsum("...hst,...thd->...shd", weights, v)

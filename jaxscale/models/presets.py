@@ -321,6 +321,40 @@ def deepseek_v3(**changes: Any) -> TransformerConfig:
     return _changed(config, "deepseek_v3", changes)
 
 
+def _glm4_5(depth: int, width: int, hidden: int, experts: MixtureOfExperts, dense: int) -> TransformerConfig:
+    return TransformerConfig(
+        depth=depth,
+        vocab=151552,
+        width=width,
+        heads=96,
+        kv_heads=8,
+        head_dim=128,
+        hidden=hidden,
+        norm_eps=1e-5,
+        mlp=experts,
+        dense_layers=dense,
+        positions=Rotary(1000000.0, fraction=0.5),
+        qkv_bias=True,
+        dtype="bfloat16",
+        memory="full",
+    )
+
+
+@register
+def glm4_5(**changes: Any) -> TransformerConfig:
+    """GLM-4.5 355B-A32B (Zeng et al. 2025), without multi-token prediction: rotary on half of each head."""
+    experts = MixtureOfExperts(160, 8, hidden=1536, router=SigmoidRouter(scale=2.5), shared=1)
+    config = dataclasses.replace(_glm4_5(92, 5120, 12288, experts, 3), qk_norm=True)
+    return _changed(config, "glm4_5", changes)
+
+
+@register
+def glm4_5_air(**changes: Any) -> TransformerConfig:
+    """GLM-4.5-Air 106B-A12B (Zeng et al. 2025), without multi-token prediction."""
+    experts = MixtureOfExperts(128, 8, hidden=1408, router=SigmoidRouter(), shared=1)
+    return _changed(_glm4_5(46, 4096, 10944, experts, 1), "glm4_5_air", changes)
+
+
 @register
 def gemma3(**changes: Any) -> TransformerConfig:
     """Gemma 3 4B, the language model (Gemma Team 2025): five local layers for each global one."""

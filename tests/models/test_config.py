@@ -18,6 +18,8 @@ from jaxscale.models import (
     gemma2_2b,
     gemma2_9b,
     gemma3,
+    glm4_5,
+    glm4_5_air,
     gpt2,
     gpt_oss_20b,
     gpt_oss_120b,
@@ -73,6 +75,10 @@ def test_mixtures_have_the_published_numbers_of_active_parameters():
     for preset, total, active in ((gpt_oss_20b, 20.91, 3.61), (gpt_oss_120b, 116.83, 5.13)):
         assert round(preset().param_count() / 1e9, 2) == total
         assert round((preset().active_param_count() - 201088 * 2880) / 1e9, 2) == active
+    # as published: a token uses 32B and 12B without the embedding's table and the head
+    for preset, total, active in ((glm4_5, 353, 32), (glm4_5_air, 107, 12)):
+        assert round(preset().param_count() / 1e9) == total
+        assert round((preset().active_param_count() - 2 * 151552 * preset().sizes.width) / 1e9) == active
     assert llama3_8b().active_param_count() == llama3_8b().param_count()
     config = deepseek_moe_16b()
     assert round(config.param_count() / 1e9, 1) == 16.4

@@ -30,7 +30,7 @@ from jaxscale.plan.fit_on import with_heads
 FAMILIES = (
     "gpt2", "llama3_8b", "llama3_70b", "sheared_llama_1_3b", "mixtral_8x7b", "deepseek_moe_16b", "qwen3", "gemma2_2b",
     "phi3_mini", "olmo2_7b", "deepseek_v2_lite", "deepseek_v3", "gemma3", "olmo3_7b", "smollm3_3b",
-    "gpt_oss_20b", "gpt_oss_120b",
+    "gpt_oss_20b", "gpt_oss_120b", "glm4_5_air",
 )  # fmt: skip
 OPTIMIZERS = (
     optim.AdamW(), optim.AdamW8bit(), optim.SGD(), optim.Lion(), optim.Muon(), optim.Adafactor(), optim.LAMB(),

@@ -98,6 +98,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             rope_parameters=dict(YARN, truncate=False),
         ),
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        dict(
+            _GROUPED,
+            head_dim=8,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=16,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=1.5,
+            use_qk_norm=True,
+            attention_bias=True,
+        ),
+    ),
     "smollm3": (
         "SmolLM3",
         dict(_GROUPED, num_hidden_layers=5, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=7),

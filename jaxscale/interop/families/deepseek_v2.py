@@ -20,6 +20,13 @@ from jaxscale.nn import GroupLimit, MixtureOfExperts, MultiHeadLatent, SoftmaxRo
 _ATTENTION = LAYER + "self_attn."
 _SHARED = LAYER + "mlp.shared_experts."
 
+LOAD_BIAS = Map("mlp/load_bias", LAYER + "mlp.gate.e_score_correction_bias", "x")
+SHARED = (
+    Map("mlp/shared/gate/kernel", _SHARED + "gate_proj.weight", "e f", "f e"),
+    Map("mlp/shared/up/kernel", _SHARED + "up_proj.weight", "e f", "f e"),
+    Map("mlp/shared/down/kernel", _SHARED + "down_proj.weight", "f e", "e f"),
+)
+
 
 def pairs(n: int) -> np.ndarray:
     """Return the index in theirs of each of our rotary dimensions: ours pair i with i + n/2, theirs 2i with 2i + 1."""
@@ -50,10 +57,8 @@ _LAYERS = (
     ),
     Map("attn/out/kernel", _ATTENTION + "o_proj.weight", "h d e", "e (h d)"),
     *EXPERTS,
-    Map("mlp/load_bias", LAYER + "mlp.gate.e_score_correction_bias", "x"),
-    Map("mlp/shared/gate/kernel", _SHARED + "gate_proj.weight", "e f", "f e"),
-    Map("mlp/shared/up/kernel", _SHARED + "up_proj.weight", "e f", "f e"),
-    Map("mlp/shared/down/kernel", _SHARED + "down_proj.weight", "f e", "e f"),
+    LOAD_BIAS,
+    *SHARED,
 )
 
 
@@ -120,11 +125,10 @@ def limit(c: Fields, best: int, groups: int = 1, chosen: int | None = None) -> G
 
 
 def common_json(m: TransformerConfig) -> dict[str, Any]:
-    """Return the fields of config.json that `common` and `experts` read."""
+    """Return the fields of config.json that `common`, `experts` and `limit` read."""
     if not isinstance(m.attention_layer, MultiHeadLatent) or not isinstance(m.mlp, MixtureOfExperts):
         raise CheckpointError("attention_layer must be MultiHeadLatent(...), and mlp MixtureOfExperts(...)")
-    z, layer, mlp = m.sizes, m.attention_layer, m.mlp
-    groups = getattr(mlp.router, "limit", None)
+    z, layer = m.sizes, m.attention_layer
     return {
         **rotary_json(rotary(m)),
         "num_hidden_layers": m.depth,
@@ -142,11 +146,24 @@ def common_json(m: TransformerConfig) -> dict[str, Any]:
         "qk_nope_head_dim": layer.plain_dim,
         "qk_rope_head_dim": layer.rotary_dim,
         "v_head_dim": layer.value_dim,
-        "first_k_dense_replace": m.dense_layers,
         "moe_layer_freq": 1,
+        **experts_json(m, m.mlp),
+    }
+
+
+def experts_json(m: TransformerConfig, mlp: MixtureOfExperts) -> dict[str, Any]:
+    """Return the fields of config.json that `experts` and `limit` read, and the number of dense layers.
+
+    Args:
+      m: the model.
+      mlp: its experts.
+    """
+    groups = getattr(mlp.router, "limit", None)
+    return {
+        "first_k_dense_replace": m.dense_layers,
         "n_routed_experts": mlp.experts,
         "num_experts_per_tok": mlp.top_k,
-        "moe_intermediate_size": mlp.hidden or z.hidden,
+        "moe_intermediate_size": mlp.hidden or m.sizes.hidden,
         "n_shared_experts": mlp.shared,
         "n_group": 1 if groups is None else groups.groups,
         "topk_group": 1 if groups is None else groups.chosen,

@@ -11,7 +11,7 @@ from jaxscale.interop.fields import Fields
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import SigmoidRouter
 
-_SECOND_TOKEN = r"model\.layers\.{depth}\..*"
+SECOND_TOKEN = r"model\.layers\.{depth}\..*"
 """Tensors of multi-token prediction, in an extra layer after the last, which our model does not have."""
 
 
@@ -34,4 +34,4 @@ def _config(m: TransformerConfig) -> dict[str, Any]:
     return {**common_json(m), **own}
 
 
-FAMILY = Family("deepseek_v3", "DeepseekV3ForCausalLM", _model, _config, table, (*IGNORED, _SECOND_TOKEN))
+FAMILY = Family("deepseek_v3", "DeepseekV3ForCausalLM", _model, _config, table, (*IGNORED, SECOND_TOKEN))

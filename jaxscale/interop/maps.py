@@ -69,7 +69,8 @@ def fused(key: str, along: str, *maps: Map) -> tuple[Map, ...]:
 
     Args:
       key: name of their tensor.
-      along: the letter along which they are concatenated: `h` of "(h d) e" is query heads, then key and value heads.
+      along: the letter along which they are concatenated: `h` of "(h d) e" is query heads, then key and value heads,
+        whose `d` may differ if `h` is the first letter.
       *maps: a `Map` of each tensor as if it were alone, in order; their keys are ignored.
     """
     parts = tuple(m.path for m in maps)
@@ -87,8 +88,8 @@ class Bound:
       dtype: its dtype.
       layers: index in the model of each layer of its first dimension; empty if it is not stacked.
       sizes: size of each letter.
-      total: size of `map.along` in their tensor.
-      offset: where ours begins along it.
+      total: entries along `map.along`, and the letters after it, in their dimension; for each of those before it.
+      offset: where ours begin among them.
     """
 
     map: Map
@@ -124,8 +125,16 @@ class Bound:
     @property
     def their_shape(self) -> tuple[int, ...]:
         """The shape of one of their tensors."""
-        sizes = self.sizes if self.map.along is None else {**self.sizes, self.map.along: self.total}
-        return tuple(math.prod(sizes[a] for a in group) for group in self.theirs)
+        shape = []
+        for group in self.theirs:
+            before, after = self.cut(group)
+            shape.append(math.prod(self.sizes[a] for a in before) * (self.total if after else 1))
+        return tuple(shape)
+
+    def cut(self, group: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the letters of one of their dimensions before `map.along`, and those from it on."""
+        at = group.index(self.map.along) if self.map.along in group else len(group)
+        return group[:at], group[at:]
 
     def key(self, at: dict[str, int]) -> str:
         """Return the name of their tensor with these numbers, by letter; `l` is an index of our stacked dimension."""
@@ -139,11 +148,20 @@ class Bound:
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
         """Return a view of their tensor with one dimension per letter of ours, without those that number tensors."""
-        along, rest = self.map.along, [a for a in self.letters if a not in self.numbered]
-        sizes = {a: self.total if a == along else self.sizes[a] for a in rest}
-        split = rearrange(tensor, f"{self.map.theirs or self.map.ours} -> {' '.join(rest)}", **sizes)
-        cut = slice(self.offset, self.offset + self.sizes.get(along or "", 0))
-        return split[tuple(cut if a == along else slice(None) for a in rest)]
+        rest = [a for a in self.letters if a not in self.numbered]
+        shape, region, dims = list[int](), list[slice](), list[str]()
+        for group, n in zip(self.theirs, tensor.shape, strict=True):
+            before, after = self.cut(group)
+            shape.append(n // self.total if after else n)
+            region.append(slice(None))
+            dims.append(f"({' '.join(before)})")
+            if after:
+                own = math.prod(self.sizes[a] for a in after)
+                shape.append(self.total)
+                region.append(slice(self.offset, self.offset + own))
+                dims.append(f"({' '.join(after)})")
+        mine = tensor.reshape(shape)[tuple(region)]
+        return rearrange(mine, f"{' '.join(dims)} -> {' '.join(rest)}", **{a: self.sizes[a] for a in rest})
 
     def spans(self, region: Region) -> tuple[dict[str, tuple[int, int]], Region]:
         """Return (start, stop) per letter that a region of ours needs, and where in that the region is.
@@ -219,15 +237,23 @@ def bind(table: Iterable[Map], infos: Iterable[TensorInfo], runs: Sequence[tuple
         matched.append((line, info, layers, _sizes(line, info, bool(block))))
     if unmatched:
         raise CheckpointError(f"the table has no line for {_list(unmatched)}")
-    by_path = {(info.path.rpartition(line.path)[0], line.path): sizes for line, info, _, sizes in matched}
+    lengths_of = {(info.path.rpartition(m.path)[0], m.path): _along(m, sizes) for m, info, _, sizes in matched}
     bound = []
     for line, info, layers, sizes in matched:
         total = offset = 0
         if line.along is not None:
-            lengths = [by_path[info.path.rpartition(line.path)[0], p][line.along] for p in line.parts]
+            lengths = [lengths_of[info.path.rpartition(line.path)[0], p] for p in line.parts]
             total, offset = sum(lengths), sum(lengths[: line.parts.index(line.path)])
         bound.append(Bound(line, info.path, tuple(info.shape), np.dtype(info.dtype), layers, sizes, total, offset))
     return bound
+
+
+def _along(line: Map, sizes: dict[str, int]) -> int:
+    """Return the size of `along` and the letters after it in their dimension; 0 without `along`."""
+    for group in groups(line.theirs or line.ours):
+        if line.along in group:
+            return math.prod(sizes[a] for a in group[group.index(line.along) :])
+    return 0
 
 
 def _sizes(line: Map, info: TensorInfo, stacked: bool) -> dict[str, int]:

@@ -117,9 +117,11 @@ def _arranged(b: Bound, x: np.ndarray, ours: tuple[str, ...], theirs: tuple[str,
     if b.map.flip is not None and b.map.flip[0] in ours:
         x = b.flipped(x, ("", *ours), back=True)
     x = rearrange(x, f"rank {' '.join(ours)} -> rank {' '.join(theirs)}")
-    if b.map.along in theirs:
-        after = b.total - b.offset - b.sizes[b.map.along]
-        x = np.pad(x, [(0, 0), *((b.offset, after) if a == b.map.along else (0, 0) for a in theirs)])
+    before, after = b.cut(theirs)
+    if after:
+        own = math.prod(b.sizes[a] for a in after)
+        x = x.reshape(len(x), math.prod(b.sizes[a] for a in before), own)
+        x = np.pad(x, [(0, 0), (0, 0), (b.offset, b.total - b.offset - own)])
     return x.reshape(len(x), -1)
 
 

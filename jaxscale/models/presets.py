@@ -19,6 +19,7 @@ from jaxscale.nn import (
     GroupLimit,
     LayerNorm,
     LinearScaling,
+    Mamba2,
     MixtureOfExperts,
     MultiHeadLatent,
     QKNorm,
@@ -418,6 +419,31 @@ def _gpt_oss(depth: int, experts: int) -> TransformerConfig:
         dtype="bfloat16",
         memory="full",
     )
+
+
+@register
+def granite4_h_tiny(**changes: Any) -> TransformerConfig:
+    """Granite 4.0 H-Tiny 7B-A1B (IBM 2025): nine layers of Mamba-2 for each of attention, which has no positions."""
+    mamba = BlockConfig(Mamba2(heads=48, head_dim=64, state=128))
+    config = TransformerConfig(
+        depth=40,
+        vocab=100352,
+        width=1536,
+        heads=12,
+        kv_heads=4,
+        norm_eps=1e-5,
+        mlp=MixtureOfExperts(64, 6, hidden=512, router=SoftmaxRouter(normalized=True), shared=2),
+        blocks=(*[mamba] * 5, BlockConfig(), *[mamba] * 4),
+        positions=None,
+        attention_scale=1 / 128,
+        embed_scale=12.0,
+        residual_scale=0.22,
+        logit_scale=1 / 6,
+        tied=True,
+        dtype="bfloat16",
+        memory="full",
+    )
+    return _changed(config, "granite4_h_tiny", changes)
 
 
 @register

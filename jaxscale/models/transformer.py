@@ -206,8 +206,9 @@ class Transformer(nnx.Module):
         with jax.named_scope("norm"):
             c = self.config
             x = constrain(self.norm(c.stack.leave(x, jnp.dtype(c.dtype))), "batch", "seq", "embed")
-        if c.widening is not None and c.widening.logits != 1:
-            x = x * jnp.asarray(c.widening.logits, x.dtype)  # here, so that every loss and head has µP's factor
+        scale = c.logit_scale * (1 if c.widening is None else c.widening.logits)
+        if scale != 1:
+            x = x * jnp.asarray(scale, x.dtype)  # here, so that every loss and head has the factor
         return x
 
     def order(self, seq_len: int) -> Int[np.ndarray, "s"] | None:
@@ -308,6 +309,7 @@ def _make_group(c: TransformerConfig, group: Sequence[LayerSpec], rngs: nnx.Rngs
                 attn_post_norm=norm() if c.post_norm else None,
                 mlp_post_norm=norm() if c.post_norm else None,
                 parallel=c.parallel,
+                scale=c.residual_scale,
                 memory=MemoryPolicy.of(c.memory),
                 dropout=c.dropout,
             )

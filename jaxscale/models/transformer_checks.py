@@ -47,6 +47,9 @@ def check_transformer(c: TransformerConfig) -> None:
         value = getattr(c, name)
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ConfigError(f"Transformer.{name} = {value!r}: must be a whole number of at least 1")
+    for name in ("residual_scale", "logit_scale"):
+        if not getattr(c, name) > 0:
+            raise ConfigError(f"Transformer.{name} = {getattr(c, name)!r}: must be above 0; 1.0 changes nothing")
     if not callable(c.attention):
         close = same(str(c.attention), ("dot_product_attention", "flash_attention")) or ["dot_product_attention"]
         raise ConfigError(f"Transformer.attention = {c.attention!r}: must be a kernel; write @{close[0]}")

@@ -85,6 +85,8 @@ class TransformerConfig:
       qk_norm: RMS-normalise each head's queries and keys; or another `QKNorm(...)`.
       attention_softcap: soft cap on attention scores (Gemma 2), or `None`.
       logit_softcap: soft cap on output logits (Gemma 2), or `None`.
+      residual_scale: factor on what each sub-layer adds to the residual stream (Granite).
+      logit_scale: factor on the output logits, before a soft cap; it multiplies the final hidden states (Granite).
       attention_scale: factor on the scores; `1 / sqrt(head_dim)` by default (`MultiHeadLatent` has another default).
       qkv_bias: add biases to the query, key and value projections.
       bias: add biases to all projections.
@@ -143,6 +145,8 @@ class TransformerConfig:
     post_norm: bool = False
     embedding: Callable[..., Embedding] = Embedding
     embed_scale: float | None = None
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     dropout: float = 0.0
     dtype: str = "float32"
     param_dtype: str = "float32"

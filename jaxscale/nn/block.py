@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
@@ -43,6 +44,7 @@ class Block(nnx.Module):
       attn_post_norm: the norm after attention, before the addition (Gemma 2), or `None`.
       mlp_post_norm: the norm after the feed-forward layer, or `None`.
       parallel: both sub-layers read `attn_norm(x)` (Wang & Komatsuzaki 2021).
+      scale: factor on what each sub-layer adds.
       memory: the policy, of which a block follows `tile`; `Run` follows the rest.
       dropout: probability on each sub-layer's output, if the context has a key.
     """
@@ -57,13 +59,14 @@ class Block(nnx.Module):
         attn_post_norm: nnx.Module | None = None,
         mlp_post_norm: nnx.Module | None = None,
         parallel: bool = False,
+        scale: float = 1.0,
         memory: MemoryPolicy = _NONE,
         dropout: float = 0.0,
     ):
         self.attn, self.mlp = attn, mlp
         self.attn_norm, self.mlp_norm = attn_norm, mlp_norm
         self.attn_post_norm, self.mlp_post_norm = attn_post_norm, mlp_post_norm
-        self.parallel, self.memory, self.dropout = parallel, memory, dropout
+        self.parallel, self.scale, self.memory, self.dropout = parallel, scale, memory, dropout
 
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> tuple[Float[Array, "b s e"], Stats]:
         """Apply the block to the residual stream; also return the statistics of its feed-forward layer."""
@@ -148,6 +151,8 @@ class Block(nnx.Module):
 
     def _drop(self, y: Array, context: Context, sub_layer: int) -> Array:
         key = None if context.key is None else jax.random.split(context.key)[sub_layer]
+        if self.scale != 1:
+            y = y * jnp.asarray(self.scale, y.dtype)
         return dropout(_cut(y), self.dropout, key, context.rows, context.order)
 
 

@@ -23,6 +23,7 @@ from jaxscale.models import (
     gpt2,
     gpt_oss_20b,
     gpt_oss_120b,
+    granite4_h_tiny,
     llama3_8b,
     llama3_70b,
     llama3_405b,
@@ -79,6 +80,8 @@ def test_mixtures_have_the_published_numbers_of_active_parameters():
     for preset, total, active in ((glm4_5, 353, 32), (glm4_5_air, 107, 12)):
         assert round(preset().param_count() / 1e9) == total
         assert round((preset().active_param_count() - 2 * 151552 * preset().sizes.width) / 1e9) == active
+    assert round(granite4_h_tiny().param_count() / 1e9, 1) == 6.9
+    assert round(granite4_h_tiny().active_param_count() / 1e9) == 1
     assert llama3_8b().active_param_count() == llama3_8b().param_count()
     config = deepseek_moe_16b()
     assert round(config.param_count() / 1e9, 1) == 16.4

@@ -100,7 +100,7 @@ def _row(c: TransformerConfig, p: Tree, tokens: np.ndarray, place: np.ndarray, d
         windows = [b.window for b in c.blocks] or c.windows
         window = windows[number % len(windows)]
         x = _layer(c, layer, x, place, document, window)
-    x = _norm(c, p["norm"], x)
+    x = _norm(c, p["norm"], x) * c.logit_scale
     z = x @ (p["embed"] if c.tied else p["head"])["weight"].T
     return _cap(z, c.logit_softcap)
 
@@ -112,9 +112,9 @@ def _layer(c, p, x, place, document, window):  # type: ignore[no-untyped-def]
     h = pre("attn_norm", x)
     attention = post("attn_post_norm", attend(c, p["attn"], h, place, document, window))
     if c.parallel:
-        return x + attention + post("mlp_post_norm", _feed_forward(c, p["mlp"], h, document != 0))
-    x = x + attention
-    return x + post("mlp_post_norm", _feed_forward(c, p["mlp"], pre("mlp_norm", x), document != 0))
+        return x + c.residual_scale * (attention + post("mlp_post_norm", _feed_forward(c, p["mlp"], h, document != 0)))
+    x = x + c.residual_scale * attention
+    return x + c.residual_scale * post("mlp_post_norm", _feed_forward(c, p["mlp"], pre("mlp_norm", x), document != 0))
 
 
 def _attention(c, p, h, place, document, window):  # type: ignore[no-untyped-def]

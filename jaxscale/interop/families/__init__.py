@@ -8,6 +8,7 @@ from jaxscale.interop.families import (
     glm4_moe,
     gpt2,
     gpt_oss,
+    granitemoehybrid,
     kimi_k2,
     llama,
     mistral,
@@ -44,6 +45,7 @@ FAMILIES: tuple[Family, ...] = (
     glm4_moe.FAMILY,
     kimi_k2.FAMILY,
     gpt_oss.FAMILY,
+    granitemoehybrid.FAMILY,
     gpt2.FAMILY,
 )
 """All families, in the order in which an export tries them; of equally near ones, errors name the first."""

@@ -60,11 +60,12 @@ class StateSpace(nnx.Module):
         linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         embed = {"embed": width}
         self.gate, self.x = (linear(embed, {"heads": heads, "head_dim": head_dim}) for _ in range(2))
-        self.b, self.c = (linear(embed, {"heads": groups, "head_dim": state}) for _ in range(2))
+        self.b, self.c = (linear(embed, {"kv_heads": groups, "head_dim": state}) for _ in range(2))
         self.dt = linear(embed, {"heads": heads})
         self.x_conv = ShortConvolution("x", taps, heads, head_dim, bias=True, **types)
-        self.b_conv = ShortConvolution("b", taps, groups, state, bias=True, **types)
-        self.c_conv = ShortConvolution("c", taps, groups, state, bias=True, **types)
+        shared = dict[str, Any](axis="kv_heads", bias=True, **types)
+        self.b_conv = ShortConvolution("b", taps, groups, state, **shared)
+        self.c_conv = ShortConvolution("c", taps, groups, state, **shared)
         self.rate = rate_logarithm(rngs, heads, param_dtype)
         self.step = step_size_bias(rngs, (heads,), ("heads",), param_dtype)
         ones = jax.nn.initializers.ones
@@ -81,7 +82,7 @@ class StateSpace(nnx.Module):
         with jax.named_scope("qkv"):
             gate, x, b, c, dt = into(x, self.gate, self.x, self.b, self.c, self.dt)
             x, b, c = (
-                conv(constrain(y, *HEADS), context, self.decode_state)
+                conv(constrain(y, "batch", "seq", conv.axis, "head_dim"), context, self.decode_state)
                 for conv, y in ((self.x_conv, x), (self.b_conv, b), (self.c_conv, c))
             )
         with jax.named_scope("mix"):

@@ -28,6 +28,7 @@ class ShortConvolution(nnx.Module):
       taps: tokens that it sees, the current one included.
       heads: number of heads.
       width: channels of a head.
+      axis: the logical axis of heads: "kv_heads" if several heads share these, so that few of them can be replicated.
       bias: add a bias.
       dtype: dtype of the result.
       param_dtype: dtype of the parameters.
@@ -41,35 +42,36 @@ class ShortConvolution(nnx.Module):
         heads: int,
         width: int,
         *,
+        axis: str = "heads",
         bias: bool = False,
         dtype: jnp.dtype,
         param_dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ):
-        self.name, self.dtype = name, dtype
+        self.name, self.axis, self.dtype = name, axis, dtype
         bound = 1 / math.sqrt(taps)
-        init = named(partial(jax.random.uniform, minval=-bound, maxval=bound), None, "heads", "head_dim")
+        init = named(partial(jax.random.uniform, minval=-bound, maxval=bound), None, axis, "head_dim")
         self.kernel = nnx.Param(init(rngs.params(), (taps, heads, width), param_dtype))
-        zeros = named(jax.nn.initializers.zeros, "heads", "head_dim")
+        zeros = named(jax.nn.initializers.zeros, axis, "head_dim")
         self.bias = nnx.Param(zeros(rngs.params(), (heads, width), param_dtype)) if bias else None
 
     @property
     def stored(self) -> StateArray:
         """The last inputs, which generation stores."""
         taps, heads, width = self.kernel.get_value().shape
-        return StateArray(self.name, (taps - 1, heads * width), (None, "heads"), self.dtype)
+        return StateArray(self.name, (taps - 1, heads * width), (None, self.axis), self.dtype)
 
     def __call__(
         self, x: Float[Array, "b s h d"], context: Context, decode_state: RecurrentState
     ) -> Float[Array, "b s h d"]:
         """Convolve heads' channels, within documents."""
         kernel = self.kernel.get_value()
-        merged = constrain(x.reshape(*x.shape[:2], -1), "batch", "seq", "heads")
-        y = convolution(merged, kernel.reshape(kernel.shape[0], -1), context, decode_state, self.name, "heads")
+        merged = constrain(x.reshape(*x.shape[:2], -1), "batch", "seq", self.axis)
+        y = convolution(merged, kernel.reshape(kernel.shape[0], -1), context, decode_state, self.name, self.axis)
         y = y.reshape(x.shape)
         if self.bias is not None:
             y = y + self.bias.get_value()
-        return constrain(jax.nn.silu(y).astype(self.dtype), *HEADS)
+        return constrain(jax.nn.silu(y).astype(self.dtype), "batch", "seq", self.axis, "head_dim")
 
 
 def unit(x: Float[Array, "... d"]) -> Float[Array, "... d"]:

@@ -79,6 +79,35 @@ class ContextKernel(Protocol):
 
 
 @runtime_checkable
+class CachedKernel(Protocol):
+    """An `AttentionKernel` that is no softmax and computes attention to cached keys itself."""
+
+    def cached(
+        self,
+        cache: LayerCache,
+        q: Float[Array, "b s h d"],
+        k: Float[Array, "b s kv d"],
+        v: Float[Array, "b s kv dv"],
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+    ) -> Float[Array, "b s h dv"]:
+        """Append keys and values to a cache, and attend to it.
+
+        Args:
+          cache: the layer's cache.
+          q: queries of a step's tokens.
+          k: their keys.
+          v: their values.
+          window: see `dot_product_attention`, like the next two.
+          softcap: likewise.
+          scale: likewise.
+        """
+        ...
+
+
+@runtime_checkable
 class CheckedKernel(Protocol):
     """An `AttentionKernel` that can check the layout before it is called."""
 
@@ -354,7 +383,10 @@ class Attention(nnx.Module):
         """
         options |= dict(window=self.window, softcap=self.softcap, scale=self.scale)
         if isinstance(context.cache, LayerCache):
-            out = context.cache.mix(q, k, v, **options)
+            if isinstance(self.kernel, CachedKernel):
+                out = self.kernel.cached(context.cache, q, k, v, **options)
+            else:
+                out = context.cache.mix(q, k, v, **options)
             context.share("keys", context.cache)
             return out
         context.share("keys", (k, v))

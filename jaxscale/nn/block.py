@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 
 from jaxscale.errors import ConfigError
 from jaxscale.layout import constrain
-from jaxscale.nn.attention import is_softmax
-from jaxscale.nn.cache import DecodeState
+from jaxscale.nn.attention import CachedKernel, is_softmax
+from jaxscale.nn.cache import DecodeState, KeyValues
 from jaxscale.nn.context import Context, dropout
 from jaxscale.nn.memory import POLICIES, MemoryPolicy
 from jaxscale.nn.narrow import saved_as
@@ -108,12 +108,16 @@ class Block(nnx.Module):
           ConfigError: the mixer has no `decode_state`, or a kernel that caches do not compute.
         """
         kernel = getattr(self.attn, "kernel", None)
-        if not is_softmax(kernel):
-            raise ConfigError(
-                f"{type(kernel).__name__} cannot generate with a cache, because attention to cached keys is softmax "
-                "attention"
-            )
         state: DecodeState | None = getattr(self.attn, "decode_state", None)
+        own = isinstance(kernel, CachedKernel) and isinstance(state, KeyValues) and not state.shared
+        if not is_softmax(kernel) and not own:
+            name = type(kernel).__name__
+            raise ConfigError(
+                f"{name} cannot generate with a cache in {type(self.attn).__name__}, because its attention to cached "
+                f"keys is softmax attention; only layers of keys and values have {name}'s, such as MultiHead()"
+                if isinstance(kernel, CachedKernel)
+                else f"{name} cannot generate with a cache, because attention to cached keys is softmax attention"
+            )
         if state is None:
             name = type(self.attn).__name__
             raise ConfigError(

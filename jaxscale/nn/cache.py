@@ -351,6 +351,35 @@ class LayerCache:
         out, lse = self.cache.attend(self.state, self.layer, q, self.step, value_dim=v.shape[-1], **mask)
         return (out, lse) if return_lse else out
 
+    def mix_by(
+        self, q: Array, k: Array, v: Array, run: Callable[[Array, Array, Array, Array], Array]
+    ) -> Float[Array, "b s h dv"]:
+        """Append keys and values to the cache, and let a function attend to all positions of each sequence.
+
+        It reads the whole reserved length, for attention that is no softmax.
+
+        Args:
+          q: queries (batch, columns, heads, key_dim).
+          k: keys (batch, columns, kv_heads, key_dim).
+          v: values (batch, columns, kv_heads, value_dim).
+          run: a function of queries (batch, n, q, heads, key_dim) of n sequences, their keys and values (batch, n,
+            length, ...), and how far each key is before each query, int32 (batch, n, q, length): negative for those
+            after it, and for all of padding. It returns outputs (batch, n, q, heads, value_dim).
+
+        Returns:
+          the outputs, float32; zero for padding.
+        """
+        self.state = self.cache.append(self.state, self.layer, k, v, self.step)
+        keys, values = self.cache.read(self.state, self.layer, self.step)
+        out = jnp.zeros((*q.shape[:3], v.shape[-1]), jnp.float32)
+        row = jnp.arange(q.shape[0])[:, None, None]
+        for columns, slots in self.step.groups:
+            mine = q.at[row, columns].get(mode="fill", fill_value=0)
+            places = self.step.positions.at[row, columns].get(mode="fill", fill_value=-1)[..., None]
+            k, v = (x if slots is None else x[row[..., 0], slots] for x in (keys, values))
+            out = out.at[row, columns].set(run(mine, k, v, places - jnp.arange(keys.shape[2])), mode="drop")
+        return out
+
     def before(self, recurrent: RecurrentState, name: str) -> Float[Array, "b s ..."]:
         """Return the state before each token: zero for the first of a sequence, and for padding.
 

@@ -6,10 +6,14 @@ import dataclasses
 import math
 from typing import ClassVar
 
+import jax
+import jax.numpy as jnp
+from einops import rearrange
 from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
+from jaxscale.nn.cache import LayerCache
 from jaxscale.nn.flash import WHOLE, over_devices, refuse_split
 from pallas_kernels.flash_attention import flash_attention
 
@@ -20,7 +24,8 @@ class SigmoidAttention:
     """Attention whose weights are `sigmoid(score - log n)`, each on its own (Ramapuram et al. 2024).
 
     `n` is a constant and not the number of keys in a row, so that a document has the same output alone, in a packed row
-    and while it is generated.
+    and while it is generated: a token that is decoded after 10 others, or after 10,000, has the same `n`. In the paper
+    it is the length of the rows in training, which stays with the model.
 
     Args:
       length: `n`, usually the tokens of a row in training; with as many keys, the weights begin with a sum near 1.
@@ -84,6 +89,32 @@ class SigmoidAttention:
             return out
 
         return over_devices(local, q, k, v, segment_ids, positions, keys="kv_seq", name="SigmoidAttention")
+
+    def cached(
+        self,
+        cache: LayerCache,
+        q: Float[Array, "b s h d"],
+        k: Float[Array, "b s kv d"],
+        v: Float[Array, "b s kv dv"],
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+    ) -> Float[Array, "b s h dv"]:
+        """See `CachedKernel`; each step reads the whole reserved length of its sequences, with plain products."""
+
+        def run(q: Array, k: Array, v: Array, far: Array) -> Array:
+            q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+            q = rearrange(q, "b n s (kv group) d -> b n s kv group d", kv=k.shape[3])
+            with jax.default_matmul_precision("highest"):
+                scores = jnp.einsum("bnskgd,bntkd->bnkgst", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+                if softcap is not None:
+                    scores = softcap * jnp.tanh(scores / softcap)
+                seen = (far >= 0) if window is None else (far >= 0) & (far < window)
+                weights = jnp.where(seen[:, :, None, None], jax.nn.sigmoid(scores - math.log(self.length)), 0)
+                return rearrange(jnp.einsum("bnkgst,bntkd->bnskgd", weights, v), "b n s kv g d -> b n s (kv g) d")
+
+        return cache.mix_by(q, k, v, run).astype(q.dtype)
 
     def check(self, seq_len: int, heads: int, kv_heads: int) -> None:
         """See `jaxscale.nn.CheckedKernel`."""

@@ -75,7 +75,9 @@ class PointwiseAttention(nnx.Module):
         with jax.named_scope("mix"):
             bias = () if self.bias is None else (in_use(self.bias.get_value(), (None,), jnp.float32),)
             if isinstance(context.cache, LayerCache):
-                out = self._cached(context.cache, q, k, v, *bias)
+                out = context.cache.mix_by(
+                    q, k, v, lambda q, k, v, far: weighted(q, k, v, far >= 0, far, *bias, length=self.length)
+                )
             else:
                 positions = document_positions(context, x.shape[1])
                 documents = jnp.ones_like(positions) if context.segment_ids is None else context.segment_ids
@@ -84,21 +86,6 @@ class PointwiseAttention(nnx.Module):
             mean = jnp.mean(out, axis=(2, 3), keepdims=True)
             out = (out - mean) * jax.lax.rsqrt(jnp.var(out, axis=(2, 3), keepdims=True) + self.eps)
             return out_of(constrain((out * gate.astype(jnp.float32)).astype(self.dtype), *HEADS), self.out)
-
-    def _cached(self, cache: LayerCache, q: Array, k: Array, v: Array, *bias: Array) -> Array:
-        """Append to the cache, and attend to all of each sequence, a group of sequences at a time."""
-        cache.state = cache.cache.append(cache.state, cache.layer, k, v, cache.step)
-        keys, values = cache.cache.read(cache.state, cache.layer, cache.step)  # (batch, slots, length, heads, width)
-        out = jnp.zeros(v.shape, jnp.float32)
-        row = jnp.arange(q.shape[0])[:, None, None]
-        for columns, slots in cache.step.groups:
-            mine = q.at[row, columns].get(mode="fill", fill_value=0)
-            places = cache.step.positions.at[row, columns].get(mode="fill", fill_value=-1)[..., None]
-            k, v = (x if slots is None else x[row[..., 0], slots] for x in (keys, values))
-            far = places - jnp.arange(keys.shape[2])
-            part = weighted(mine, k, v, far >= 0, far, *bias, length=self.length)
-            out = out.at[row, columns].set(part, mode="drop")
-        return out
 
 
 @register

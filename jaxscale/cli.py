@@ -19,6 +19,7 @@ from jaxscale.commands import (
     eval,
     explain,
     export,
+    fold,
     grow,
     import_,
     launch,
@@ -49,7 +50,7 @@ from pallas_kernels.errors import KernelError
 
 COMMANDS = (
     new, data, annotate, train, rl, launch, peers, sweep, laws, explain, plan, coordcheck, sample, eval, serve, import_,
-    merge, quantize, tune, grow, export, report, checkpoint, replay, schedule, microbench, settings,
+    merge, quantize, tune, fold, grow, export, report, checkpoint, replay, schedule, microbench, settings,
 )  # fmt: skip
 """Modules of the commands, in the order of `--help`."""
 
@@ -80,6 +81,7 @@ A configuration is a gin file; any binding in it can be changed from here:
   jaxscale train --from runs/qwen3 experiments/finetune/lora.gin
   jaxscale merge runs/lora-1 runs/merged
   jaxscale quantize runs/demo-1 runs/demo-int4 --recipe '@GPTQ(bits=4, group=32)'
+  jaxscale fold runs/demo-1 runs/folded --uses 2
   jaxscale grow runs/small --layers 12 --out runs/large
   jaxscale export runs/merged models/qwen3
   jaxscale report runs/demo-1 runs/demo-2

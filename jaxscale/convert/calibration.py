@@ -45,6 +45,8 @@ class Book:
     def add(self, name: str, x: Float[Array, "b s ..."]) -> None:
         """Record the inputs of a matrix; matrices with the same inputs share a place.
 
+        Those of a matrix that is used several times (`Transformer.shared`) are added up.
+
         Args:
           name: of the matrix.
           x: its inputs.
@@ -53,14 +55,22 @@ class Book:
             if other is x:
                 self.place[name] = n
                 return
-        self.place[name] = len(self._seen)
-        self._seen.append(x)
+        again = self.place.get(name)
+        if again is None:
+            self.place[name] = len(self._seen)
+            self._seen.append(x)
+        else:
+            self._seen[again] = x
         flat = x.astype(jnp.float32).reshape(*x.shape[:2], -1) * self._real[..., None]
         flat = flat.reshape(-1, flat.shape[-1])
         second = jnp.matmul(flat.T, flat, precision=jax.lax.Precision.HIGHEST)
         size = jnp.abs(flat)
         some = flat[np.linspace(0, len(flat) - 1, min(self._sample, len(flat))).astype(int)]
-        self.sums.append({"second": second, "mean": size.sum(0), "largest": size.max(0, initial=0.0), "sample": some})
+        sums = {"second": second, "mean": size.sum(0), "largest": size.max(0, initial=0.0), "sample": some}
+        if again is None:
+            self.sums.append(sums)
+        else:
+            self.sums[again] = _both(self.sums[again], sums)
 
     def add_experts(self, name: str, chosen: Array, x: Float[Array, "..."]) -> None:
         """Record the inputs of a matrix of several experts: of each, those of its tokens.

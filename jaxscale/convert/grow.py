@@ -68,6 +68,11 @@ def grow(
     """
     config = run.config
     growths: list[Growth] = []
+    if getattr(config.model, "shared", None) is not None:
+        raise ConfigError(
+            "a model whose layers share matrices (Transformer.shared) does not grow; grow one without, and fold it "
+            "afterwards (jaxscale fold)"
+        )
     if layers is not None:
         growths.append(deepened(config.model, layers, method))
     if (width, hidden, heads) != (None, None, None):

@@ -68,7 +68,7 @@ def stages_of(runs: Sequence[Run], layout: Layout) -> Stages:
     Raises:
       LayoutError: there are more stages than repeats.
     """
-    repeats, blocks = zip(*((run.repeats, len(run.blocks)) for run in runs), strict=True)
+    repeats, blocks = zip(*((run.repeats, len(run.blocks) * run.uses) for run in runs), strict=True)
     return assign(repeats, blocks, layout.stages, 1)
 
 

@@ -33,6 +33,7 @@ AXES: dict[str, str] = {
     # stacks
     "replicas": "copies of the training state that differ (`LocalSteps`, `DiLoCo`); sharded over replica",
     "layers": "repeats of a group of blocks, stacked and scanned; sharded over pipeline",
+    "uses": "applications of one group of blocks, whose layers share its matrices",
     "experts": "experts of a mixture; sharded over expert",
     # separate names for expert layers, so that rules can shard them over other mesh axes than attention (folding)
     "expert_batch": "`batch` inside a layer of experts",
@@ -44,7 +45,7 @@ AXES: dict[str, str] = {
 }
 """Logical axis name -> what a dimension of that name is, and the mesh axes that it is usually sharded over."""
 
-STACKED = ("layers", "experts")
+STACKED = ("layers", "uses", "experts")
 """Axes that stack separate tensors: whatever is defined per tensor (a norm, fan-in) is computed per index of them."""
 
 FILLED = ("vocab",)

@@ -63,12 +63,9 @@ class Transformer(nnx.Module):
         runs, first, layers = [], 0, config.layer_specs()
         for windows, repeats in config.runs:
             make_group = functools.partial(_make_group, config, layers[first : first + len(windows)])
-            runs.append(
-                config.stack(
-                    make_group, repeats, first=first, memory=MemoryPolicy.of(config.memory), scan=config.scan, rngs=rngs
-                )
-            )
-            first += repeats * len(windows)
+            options: dict[str, Any] = dict(memory=MemoryPolicy.of(config.memory), scan=config.scan, rngs=rngs)
+            runs.append(config.stack(make_group, repeats, first=first, shared=config.shared, **options))
+            first += repeats * config.uses * len(windows)
         self.runs = nnx.List(runs)
         self.norm = config.norm(z.width, eps=config.norm_eps, **types)
         head = functools.partial(Embedding, config.vocab, z.width, scale=z.width**-0.5, rngs=rngs, **types)

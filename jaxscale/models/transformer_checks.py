@@ -21,7 +21,9 @@ from jaxscale.nn import (
     Embedding,
     MemoryPolicy,
     MixtureOfExperts,
+    ReversibleRun,
     Rotary,
+    SharedBlocks,
     SwiGLU,
 )
 from jaxscale.nn.products import rules_of
@@ -78,6 +80,7 @@ def check_transformer(c: TransformerConfig) -> None:
         raise ConfigError(
             f"Transformer.dense_layers = {c.dense_layers!r}: must be a whole number from 0 to the depth, {c.depth}"
         )
+    _check_shared(c)
     check_call("Transformer.norm", c.norm, ("width",), ("eps", *types))
     check_call("Transformer.embedding", c.embedding, ("vocab", "width"), ("scale", "rngs", *types))
     if not c.windows:
@@ -144,6 +147,24 @@ def check_transformer(c: TransformerConfig) -> None:
             raise ConfigError(
                 f"Transformer.{name} = '{getattr(c, name)}' is not supported; use 'bfloat16' (which needs no loss "
                 "scaling) or 'float32'"
+            )
+
+
+def _check_shared(c: TransformerConfig) -> None:
+    if c.shared is None:
+        return
+    if not isinstance(c.shared, SharedBlocks):
+        raise ConfigError(f"Transformer.shared = {c.shared!r}: must be SharedBlocks(uses=2)")
+    if issubclass(c.stack, ReversibleRun):
+        raise ConfigError("Transformer.shared needs Transformer.stack = @Run, since ReversibleRun applies a block once")
+    for name, (first, last, period) in zip(("dense_layers", "depth"), c.sections, strict=True):
+        unit = period * c.uses
+        if (last - first) % unit:
+            fits = [n for n in (last - (last - first) % unit, last + unit - (last - first) % unit) if n > 0]
+            raise ConfigError(
+                f"Transformer.{name} = {last}: {last - first} layers are no whole number of groups of {unit}, "
+                f"{period} {'block' if period == 1 else 'blocks'} that SharedBlocks.uses = {c.uses} applies again; set "
+                f"Transformer.{name} = {' or '.join(map(str, fits))}"
             )
 
 

@@ -39,6 +39,7 @@ from jaxscale.nn import (
     Rotary,
     Run,
     ScalesByLength,
+    SharedBlocks,
     SwiGLU,
     dot_product_attention,
 )
@@ -105,6 +106,7 @@ class TransformerConfig:
       overlap: sub-layers ("attention", "mlp") that overlap matrix products with the collectives of a sequence sharded
         over `tensor` (`Layout(..., sequence_sharded=True)`).
       stack: `Run`, or `ReversibleRun`, whose activation memory does not grow with depth.
+      shared: consecutive layers with the same matrices, `SharedBlocks(uses=2)`; `None` gives each layer its own.
       scan: apply each run of layers by one scan, whose compile time does not grow with depth; `False` unrolls them.
         "auto" unrolls up to 8 layers on one CPU or GPU without recomputation (see `jaxscale.nn.stack.scanned`).
       parametrisation: how initial values, learning rates and logits depend on the width, such as `MuP(base_width=64)`
@@ -154,6 +156,7 @@ class TransformerConfig:
     memory: str | MemoryPolicy = "none"
     overlap: tuple[str, ...] = ()
     stack: type[Run] = Run
+    shared: SharedBlocks | None = None
     scan: bool | str = "auto"
     parametrisation: Parametrisation | None = None
 
@@ -220,6 +223,8 @@ class TransformerConfig:
             return "Bidirectional"
         if self.products is not None:
             return "Transformer.products"
+        if self.shared is not None:
+            return "Transformer.shared"
         if MemoryPolicy.of(self.memory).fp8:
             return "MemoryPolicy.fp8"
         uncovered = [m for m in (self.attention_layer, *self.other_mixers) if not m.in_formulas]
@@ -310,14 +315,27 @@ class TransformerConfig:
 
     @property
     def runs(self) -> tuple[tuple[tuple[int | None, ...], int], ...]:
-        """Runs of layers as (windows of one group, repeats); the remainder of a pattern is a separate run."""
-        windows, dense = self.layer_windows(), self.dense_layers
+        """Runs of layers as (windows of one group, repeats); the remainder of a pattern is a separate run.
+
+        With `shared`, each repeat of a group is as many times as many layers as it has uses.
+        """
+        windows = self.layer_windows()
         runs: list[tuple[tuple[int | None, ...], int]] = []
-        for first, last, period in ((0, dense, len(self.windows)), (dense, self.depth, self._period)):
-            whole, rest = divmod(last - first, period)
+        for first, last, period in self.sections:
+            whole, rest = divmod(last - first, period * self.uses)
             runs += [(tuple(windows[first : first + period]), whole)] if whole else []
             runs += [(tuple(windows[last - rest : last]), 1)] if rest else []
         return tuple(runs)
+
+    @property
+    def sections(self) -> tuple[tuple[int, int, int], ...]:
+        """The first dense layers, and the others: first layer, last one plus 1, and length of the repeated pattern."""
+        return (0, self.dense_layers, len(self.windows)), (self.dense_layers, self.depth, self._period)
+
+    @property
+    def uses(self) -> int:
+        """How many layers share one block's weights."""
+        return 1 if self.shared is None else self.shared.uses
 
     @property
     def _period(self) -> int:
@@ -354,12 +372,13 @@ class TransformerConfig:
         """
         with layout or contextlib.nullcontext():
             memory = MemoryPolicy.of(self.memory)
-            counts = [len(group) * repeats for group, repeats in self.runs]
+            counts = [len(group) * repeats * self.uses for group, repeats in self.runs]
             ways = ["scanned" if self.stack.scans(self.scan, n, memory) else "unrolled" for n in counts]
         layers = ", ".join(f"{n} {way}" for n, way in zip(counts, ways, strict=True))
         rules = self.products if isinstance(self.products, tuple) else () if self.products is None else (self.products,)
+        shared = "" if self.shared is None else f"; {self.uses} layers share the matrices of each block"
         products = f"; products: {', '.join(map(repr, rules))}" if rules else ""
-        return f"layers: {layers} (Transformer.scan = {self.scan!r}){products}"
+        return f"layers: {layers} (Transformer.scan = {self.scan!r}){shared}{products}"
 
     @property
     def causal(self) -> bool:
@@ -397,7 +416,7 @@ class TransformerConfig:
                 if isinstance(mlp, MixtureOfExperts):
                     share = 1 - mlp.top_k / mlp.experts
                     unused += sum(round(i.size * share) for i in jax.tree.leaves(block) if "experts" in i.axes)
-            first += len(group) * repeats
+            first += len(group) * repeats * self.uses
         return sum(i.size for i in jax.tree.leaves(infos)) - unused
 
     def flops(self, batch: int, seq: int, *, training: bool = True) -> int:

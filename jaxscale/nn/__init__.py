@@ -72,6 +72,7 @@ from jaxscale.nn.rotary import (
     rotate,
 )
 from jaxscale.nn.routers import ExpertChoiceRouter, GroupLimit, Router, SigmoidRouter, SoftmaxRouter
+from jaxscale.nn.shared_blocks import ScaledColumns, SharedBlocks
 from jaxscale.nn.sigmoid_attention import SigmoidAttention
 from jaxscale.nn.stack import Part, Run
 from jaxscale.nn.stats import Stats, auxiliary_loss, metrics
@@ -159,6 +160,8 @@ __all__ = [
     "QueryKeyProductAttention",
     "RMSNorm",
     "ReversibleRun",
+    "ScaledColumns",
+    "SharedBlocks",
     "RingAttention",
     "RecurrentState",
     "Rotary",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from jaxscale.nn.cache import DecodeState, RunCache
 from jaxscale.nn.context import Context
 from jaxscale.nn.late import made
 from jaxscale.nn.memory import POLICIES, MemoryPolicy
+from jaxscale.nn.shared_blocks import OwnScales, SharedBlocks, own_norms, used
 from jaxscale.nn.stats import Stats, none_of, over_layers, total
 from pallas_kernels.dispatch import device
 
@@ -62,10 +63,12 @@ class Part(NamedTuple):
     Args:
       at: the number of each repeat within the run, int32 (n,).
       real: which of them are not padding, bool (n,); padding is skipped. `None` is all.
+      gates: what each repeat adds to the stream is multiplied by this, float32 (n,); `None` is 1.
     """
 
     at: Int[Array, " n"]
     real: Bool[Array, " n"] | None = None
+    gates: Float[Array, " n"] | None = None
 
 
 @register
@@ -82,6 +85,7 @@ class Run(nnx.Module):
       memory: which activations are saved.
       scan: apply the layers by `lax.scan`; False unrolls them, with the same parameters and values; "auto" chooses (see
         `jaxscale.nn.stack.scanned`).
+      shared: how often each repeat of the group is applied, and with what parameters of its own; `None` is once.
       rngs: random streams of the initial values.
     """
 
@@ -96,6 +100,7 @@ class Run(nnx.Module):
         first: int = 0,
         memory: MemoryPolicy = _NONE,
         scan: bool | str = True,
+        shared: SharedBlocks | None = None,
         rngs: nnx.Rngs,
     ):
         self.blocks = nnx.List(jax.vmap(lambda r: list(make_group(r)))(rngs.split(repeats)))
@@ -103,7 +108,18 @@ class Run(nnx.Module):
             axes = variable.get_metadata().get("axes") if isinstance(variable, nnx.Variable) else None
             if axes is not None:  # `jaxscale.layout.abstract` refuses a parameter without axes
                 variable.set_metadata(axes=("layers", *axes))
-        self.repeats, self.first, self.memory, self.scan = repeats, first, memory, scan
+        self.repeats, self.first, self.memory, self.scan, self.shared = repeats, first, memory, scan, shared
+        stack = {"layers": repeats, "uses": self.uses}
+        own = shared is not None and shared.scales
+        self.scales = nnx.List([OwnScales(block, stack) for block in self.blocks]) if own else None
+        if shared is not None and shared.norms:
+            for block in self.blocks:
+                own_norms(block, shared.uses)
+
+    @property
+    def uses(self) -> int:
+        """How often each repeat of the group is applied."""
+        return 1 if self.shared is None else self.shared.uses
 
     @staticmethod
     def scans(scan: bool | str, layers: int, memory: MemoryPolicy) -> bool:
@@ -136,7 +152,7 @@ class Run(nnx.Module):
         return x
 
     def decode_states(self) -> list[tuple[DecodeState, int]]:
-        """Return what each block of the group stores of a sequence, and its number of repeats.
+        """Return what each use of each block of the group stores of a sequence, and its number of repeats.
 
         Raises:
           ConfigError: a mixer without `decode_state`, or a run that cannot decode with a cache.
@@ -145,7 +161,7 @@ class Run(nnx.Module):
             raise ConfigError(
                 f"{type(self).__name__} cannot decode with a cache; generate with Transformer.stack = @Run"
             )
-        return [(block.decode_state, self.repeats) for block in self.blocks]
+        return [(block.decode_state, self.repeats) for _ in range(self.uses) for block in self.blocks]
 
     def __call__(self, x: Tree, context: Context, part: Part | None = None) -> tuple[Tree, Stats]:
         """Apply all layers, and sum their statistics.
@@ -158,25 +174,27 @@ class Run(nnx.Module):
         cache = context.cache
         states = cache.states if isinstance(cache, RunCache) else ()
 
-        def group(carry: tuple[Array, tuple[Any, ...]], slice_: tuple[list[Block], Part]) -> Tree:
-            ((x, states), (blocks, (i, real))), reported = (carry, slice_), []
-            blocks, mine = made(blocks), context.sharing()
+        def group(carry: tuple[Array, tuple[Any, ...]], slice_: tuple[Any, Any, Part]) -> Tree:
+            ((x, states), (blocks, scales, (i, real, gate))), reported = (carry, slice_), []
+            (blocks, scales), mine = made((blocks, scales)), context.sharing()
             before = x
-            for j, block in enumerate(blocks):
-                layer = cache.layer(states, j, i) if isinstance(cache, RunCache) else None
+            for n, (j, block) in enumerate(self._applied(blocks, scales)):
+                layer = cache.layer(states, n, i) if isinstance(cache, RunCache) else None
                 with jax.named_scope(f"blocks/{j}"):
-                    x, stats = block(x, mine.caching(layer).at(self.first + i * len(blocks) + j))
+                    at = self.first + i * self.uses * len(blocks) + n
+                    x, stats = block(x, mine.caching(layer).at(at))
                 if layer is not None:
-                    states = (*states[:j], layer.state, *states[j + 1 :])
+                    states = (*states[:n], layer.state, *states[n + 1 :])
                 reported.append(stats)
+            x = gated(gate, x, before)
             x, stats = chosen(real, (x, total(reported)), (before, none_of(total(reported))))
             return (x, states), stats
 
-        layers = self.repeats * len(self.blocks)
+        layers = self.repeats * self.uses * len(self.blocks)
         scan = scanned(self.scan, layers, self.memory, decoding=context.cache is not None)
         group = self.memory.checkpoint(group, prevent_cse=not scan)
         part = Part(jnp.arange(self.repeats)) if part is None else part
-        stacked = (list(self.blocks), part)
+        stacked = (list(self.blocks), None if self.scales is None else list(self.scales), part)
         if scan:
             (x, states), by_layer = jax.lax.scan(group, (x, states), stacked)
             stats = over_layers(by_layer)
@@ -191,7 +209,22 @@ class Run(nnx.Module):
             cache.states = states
         return x, stats
 
+    def _applied(self, blocks: list[Block], scales: list[OwnScales] | None) -> Iterator[tuple[int, Block]]:
+        """Yield the blocks of one repeat in the order in which they are applied, with their number in the group."""
+        for use in range(self.uses):
+            for j, block in enumerate(blocks):
+                if self.shared is not None:
+                    block = used(block, None if scales is None else scales[j], self.shared.norms, use)
+                yield j, block
+
 
 def chosen(real: Bool[Array, ""] | None, x: Tree, before: Tree) -> Tree:
     """Return `x`, a repeat's output, or `before`, its input, if the repeat is padding."""
     return x if real is None else jax.tree.map(lambda a, b: jnp.where(real, a, b), x, before)
+
+
+def gated(gate: Float[Array, ""] | None, x: Tree, before: Tree) -> Tree:
+    """Return `x`, a repeat's output, with the change from its input `before` multiplied by a gate."""
+    if gate is None:
+        return x
+    return jax.tree.map(lambda a, b: (b + gate * (a.astype(jnp.float32) - b)).astype(a.dtype), x, before)

@@ -78,31 +78,35 @@ def pipelined(blueprint: Blueprint, objective: Objective, accumulate: int = 1) -
         )
     _check_vocabulary(loss, blueprint.infos, blueprint.layout)
     runs = list(blueprint.infos["runs"].values())
-    stages, stuck = _assigned(runs, blueprint.layout, blueprint.layout.schedule.chunks_per_stage)
+    uses = max(getattr(run, "uses", 1) for run in model.runs)
+    stages, stuck = _assigned(runs, uses, blueprint.layout, blueprint.layout.schedule.chunks_per_stage)
     if stuck is not None:
         # raises first if the reason is another mesh axis
         blueprint.layout.spec((None, *stuck.axes[1:]), stuck.shape, name=stuck.path)
         raise LayoutError(
             f"{stuck.path} {stuck.axes} of shape {stuck.shape} has to be sharded along its width over pipeline stages, "
             f"since they do not hold its layers in order and in equal parts, but {blueprint.layout.stages} stages "
-            f"divide none of its dimensions; use {_ways_to_divide(runs, blueprint.layout)}"
+            f"divide none of its dimensions; use {_ways_to_divide(runs, uses, blueprint.layout)}"
         )
     return Pipelined(blueprint, objective, accumulate, blueprint.layout, stages)
 
 
-def _groups(runs: Sequence[Tree]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return for each run of blocks how often its group repeats, and the number of layers in a group."""
-    return tuple(jax.tree.leaves(run)[0].shape[0] for run in runs), tuple(len(run["blocks"]) for run in runs)
+def _groups(runs: Sequence[Tree], uses: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return for each run of blocks how often its group repeats, and the number of layers in a group.
+
+    A group that is applied several times (`Transformer.shared`) is as many times as many layers.
+    """
+    return tuple(jax.tree.leaves(run)[0].shape[0] for run in runs), tuple(len(run["blocks"]) * uses for run in runs)
 
 
-def _assigned(runs: Sequence[Tree], layout: Layout, chunks: int) -> tuple[Stages, TensorInfo | None]:
+def _assigned(runs: Sequence[Tree], uses: int, layout: Layout, chunks: int) -> tuple[Stages, TensorInfo | None]:
     """Assign layers to stages.
 
     Returns:
       The stages, and a parameter that is not stored on its stages and cannot be sharded along its width either, or
       `None`.
     """
-    stages = assign(*_groups(runs), layout.stages, chunks)
+    stages = assign(*_groups(runs, uses), layout.stages, chunks)
     moved = (i for n, run in enumerate(runs) if not stages.in_place(n) for i in jax.tree.leaves(run))
     return stages, next((i for i in moved if not _width_divides(i, layout)), None)
 
@@ -115,20 +119,20 @@ def _width_divides(info: TensorInfo, layout: Layout) -> bool:
     return True
 
 
-def _ways_to_divide(runs: Sequence[Tree], layout: Layout) -> str:
+def _ways_to_divide(runs: Sequence[Tree], uses: int, layout: Layout) -> str:
     """Suggest changes of the layout or the model, each of which is enough to distribute the layers over stages."""
 
     def fits(stages: int, chunks: int) -> bool:
         mesh = ",".join(f"{a}={stages if a == 'pipeline' else n}" for a, n in layout.sizes.items())
         try:
-            return _assigned(runs, dataclasses.replace(layout.specification, mesh=mesh), chunks)[1] is None
+            return _assigned(runs, uses, dataclasses.replace(layout.specification, mesh=mesh), chunks)[1] is None
         except LayoutError:  # more stages than layers
             return False
 
     stages, chunks = layout.stages, layout.schedule.chunks_per_stage
     ways = ["a schedule of 1 chunk a stage, such as 'lockstep'"] if chunks > 1 and fits(stages, 1) else []
     ways += [f"pipeline={n}" for n in range(stages - 1, 1, -1) if fits(n, chunks)][:1]
-    (_, *rest), (period, *remainder) = _groups(runs)
+    (_, *rest), (period, *remainder) = _groups(runs, uses)
     if chunks == 1 and (not rest or (rest == [1] and remainder[0] < period)):  # one run, or one and a remainder
         ways.append(f"a number of layers that is a multiple of {stages * period}")
     return ", or ".join(ways or ["a mesh without pipeline"])

@@ -137,8 +137,8 @@ def linears(block: Block) -> list[tuple[str, Linear]]:
     Args:
       block: the block.
     """
-    found = ((path, m) for path, m in nnx.iter_graph(block) if isinstance(m, Linear))
-    return sorted((path_name(path).replace("/", "_"), m) for path, m in found)
+    layers = ((path, m) for path, m in nnx.iter_graph(block) if isinstance(m, Linear))
+    return sorted((path_name(path).replace("/", "_"), m) for path, m in layers)
 
 
 def own_norms(block: Block, uses: int) -> None:

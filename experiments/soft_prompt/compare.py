@@ -6,6 +6,7 @@ prints a table of held-out losses. Writes results.jsonl.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -20,7 +21,6 @@ from flax import nnx
 
 import jaxscale as js
 from jaxscale.data import Loader, heldout_batches
-from jaxscale.models.soft_prompt import prompted_hidden
 from jaxscale.nn import WeightFormat, as_weight, head_logits
 from jaxscale.nn.formats import Sparse, Stored
 from jaxscale.step.state import describe_model
@@ -39,7 +39,7 @@ def main(path: str, steps: str = "150") -> None:
     """Train and evaluate."""
     run = js.load(path)
     c = run.config
-    graphdef, infos = describe_model(c.model)
+    _, infos = describe_model(c.model)
     source = {
         s: c.data.source(c.tokenizer, seq_len=c.seq_len, split=s, packing=c.packing) for s in ("train", "heldout")
     }
@@ -47,13 +47,15 @@ def main(path: str, steps: str = "150") -> None:
 
     def nats(prompt: Any, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         """Return the sum of the tokens' nats, and how many tokens there are; a prompt of no vectors is none."""
-        model = nnx.merge(graphdef, jax.lax.stop_gradient(params))
+        graphdef, _ = describe_model(dataclasses.replace(c.model, soft_prompt=len(prompt)))  # type: ignore[type-var]
+        own = {"prompt": {"weight": prompt}} if len(prompt) else {}
+        model = nnx.merge(graphdef, {**jax.lax.stop_gradient(params), **own})
         context = {k: batch[k] for k in ("positions", "segment_ids") if k in batch}
-        hidden = prompted_hidden(model, prompt, batch["tokens"], **context)
+        hidden = model.hidden(batch["tokens"], **context)
         logs = jax.nn.log_softmax(head_logits(hidden, model.head_weight(), softcap=model.logit_softcap))
-        own = jnp.take_along_axis(logs, batch["targets"][..., None], -1)[..., 0]
+        chosen = jnp.take_along_axis(logs, batch["targets"][..., None], -1)[..., 0]
         weight = (batch["segment_ids"] != 0) * batch["weights"] if "segment_ids" in batch else batch["weights"]
-        return -jnp.sum(own * weight), jnp.sum(weight)
+        return -jnp.sum(chosen * weight), jnp.sum(weight)
 
     optimizer = optax.adam(optax.cosine_decay_schedule(RATE, int(steps)))
 

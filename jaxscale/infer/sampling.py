@@ -123,7 +123,7 @@ def seen_bits(tokens: Sequence[int], sampling: Sampling, vocab: int) -> UInt8[np
     """
     own = np.zeros(vocab, bool)
     if sampling.repetition_penalty != 1:
-        own[list(tokens)] = True
+        own[[t for t in tokens if t < vocab]] = True  # others are vectors of a soft prompt
     return np.packbits(own)
 
 

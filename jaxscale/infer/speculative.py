@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxscale.errors import ConfigError
 from jaxscale.infer.cache import generating, init_cache
 from jaxscale.infer.engine import Emit, SequenceState, check_independent, check_sizes
 from jaxscale.infer.loaded import Loaded
@@ -43,6 +44,7 @@ class WithDraft:
     """
 
     scores = False
+    prefix: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -67,6 +69,11 @@ class WithDraft:
         models = [nnx.merge(m.graphdef, m.params) for m in self._loaded]
         for model in models:
             check_independent(model)
+            if getattr(model, "prefix", ()):
+                raise ConfigError(
+                    "a draft and the model that it proposes to share their tokens, so that neither can have a soft "
+                    "prompt; leave out the draft"
+                )
         self.vocab = models[0].head_weight().shape[0]
         with self._under_layout():
             self._states = [init_cache(m, CACHE, self.slots, 1, size, length, back=draft_tokens) for m in models]

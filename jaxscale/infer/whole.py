@@ -56,6 +56,7 @@ class WholeSequences:
     """
 
     scores = False
+    prefix: tuple[int, ...] = ()
 
     def __init__(
         self,

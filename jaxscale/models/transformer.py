@@ -13,11 +13,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxscale.errors import LayoutError
 from jaxscale.layout import constrain
 from jaxscale.layout.tensors import Tree
 from jaxscale.models.base import arrange
 from jaxscale.models.block_config import LayerSpec
 from jaxscale.models.positions import rotary_of
+from jaxscale.models.soft_prompt import with_prompt
 from jaxscale.models.transformer_checks import check_order, check_positions
 from jaxscale.models.transformer_config import TransformerConfig
 from jaxscale.nn import (
@@ -60,6 +62,9 @@ class Transformer(nnx.Module):
         self.positions = (
             Embedding(length, z.width, axis="positions", rngs=rngs, **types) if length is not None else None
         )
+        # not sharded along its rows, which are few
+        rows = config.soft_prompt
+        self.prompt = Embedding(rows, z.width, axis="positions", rngs=rngs, **types) if rows else None
         runs, first, layers = [], 0, config.layer_specs()
         for windows, repeats in config.runs:
             make_group = functools.partial(_make_group, config, layers[first : first + len(windows)])
@@ -105,6 +110,8 @@ class Transformer(nnx.Module):
           cache: the cache of past tokens of each run, to which these tokens are added. The cache then computes
             attention, `positions` are those of its step, and columns are never reordered.
         """
+        if cache is None and self.prompt is not None:
+            tokens, positions, segment_ids = with_prompt(self.config, tokens, positions, segment_ids)
         order = None if cache is not None else self.order(tokens.shape[1])
         if order is not None and not arranged:
             tokens, positions, segment_ids = arrange((tokens, positions, segment_ids), order)
@@ -112,6 +119,8 @@ class Transformer(nnx.Module):
         context = self.context(tokens.shape[1], positions=positions, order=order, **inputs)
         x, stats = self.layers(self.begin(tokens, positions, order, packed=cache is not None), context, cache=cache)
         x = self.finish(x)
+        if cache is None and self.prompt is not None:
+            x = constrain(x[:, self.config.soft_prompt :], "batch", "seq", "embed")
         return (x if order is None or arranged else arrange(x, np.argsort(order), "embed")), stats
 
     # The parts of `hidden`, which pipeline stages call one by one.
@@ -127,16 +136,19 @@ class Transformer(nnx.Module):
         """Return the input of the first layer: the token embedding, with learned positions if there are any.
 
         Args:
-          tokens: ids, integer.
+          tokens: ids, integer; those from the vocabulary's size on are the vectors of `soft_prompt` in order.
           positions: position of each token in its document; counted from the start of the row by default.
           order: position of each column, if columns are not in the natural order.
           packed: the columns of a row are tokens of several sequences (generation), so its length is not checked.
         """
         c = self.config
         with jax.named_scope("embed"):
-            x = self.embed(tokens)
+            x = self.embed(tokens if self.prompt is None else jnp.minimum(tokens, c.vocab - 1))
             if c.embed_scale is not None:
                 x = x * jnp.asarray(c.embed_scale, x.dtype)
+            if self.prompt is not None:
+                own = self.prompt(jnp.clip(tokens - c.vocab, 0, c.soft_prompt - 1))
+                x = jnp.where((tokens >= c.vocab)[..., None], own.astype(x.dtype), x)
             if self.positions is not None:
                 if not packed:
                     check_positions(c, tokens.shape[1])
@@ -221,11 +233,13 @@ class Transformer(nnx.Module):
 
         Raises:
           LayoutError: the order breaks up groups of tokens that share an expert's slots, or a mixer needs the natural
-            order.
+            order, or there is a soft prompt.
         """
         attention = self.config.attention
         order = attention.order(seq_len) if isinstance(attention, ContextKernel) else None
         if order is not None:
+            if self.prompt is not None:
+                raise LayoutError("a soft prompt needs columns in their order; use a mesh without the axis context")
             check_order(self.config, order)
         return order
 
@@ -241,6 +255,12 @@ class Transformer(nnx.Module):
         for rotary in (rotary_of(self.config.positions), self.config.local_positions):
             if rotary is not None and isinstance(rotary.scaling, ScalesByLength):
                 rotary.scaling.refuse_length(length)
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """The ids that stand for the vectors of `soft_prompt`, with which every sequence of a cache begins."""
+        c = self.config
+        return tuple(range(c.vocab, c.vocab + c.soft_prompt))
 
     @property
     def max_length(self) -> int | None:

@@ -81,6 +81,12 @@ def check_transformer(c: TransformerConfig) -> None:
             f"Transformer.dense_layers = {c.dense_layers!r}: must be a whole number from 0 to the depth, {c.depth}"
         )
     _check_shared(c)
+    if isinstance(c.soft_prompt, bool) or not isinstance(c.soft_prompt, int) or c.soft_prompt < 0:
+        raise ConfigError(f"Transformer.soft_prompt = {c.soft_prompt!r}: must be a whole number of vectors, 0 for none")
+    if c.soft_prompt and c.max_length is not None:
+        raise ConfigError(
+            "a soft prompt shifts all tokens, and this model adds learned positions; use a model with rotary positions"
+        )
     check_call("Transformer.norm", c.norm, ("width",), ("eps", *types))
     check_call("Transformer.embedding", c.embedding, ("vocab", "width"), ("scale", "rngs", *types))
     if not c.windows:
@@ -175,6 +181,13 @@ def check_row(c: TransformerConfig, seq: int) -> None:
       ConfigError: the positions or experts do not.
       LayoutError: the attention does not.
     """
+    layout = current()
+    if c.soft_prompt and layout is not None and layout.stages > 1:
+        raise LayoutError(
+            "pipeline stages put no vectors before a row in training (Transformer.soft_prompt); use a mesh without "
+            "pipeline"
+        )
+    seq += c.soft_prompt
     check_positions(c, seq)
     attends = any(layer.mixer.windowed for layer in c.layer_specs())
     if attends and isinstance(c.attention, CheckedKernel):

@@ -96,6 +96,7 @@ class TransformerConfig:
       pre_norm: norms before each sub-layer; without them `post_norm` is needed (OLMo-2).
       post_norm: norms after each sub-layer (Gemma 2).
       embedding: `Embedding`, or `StableEmbedding` for training with 8-bit optimizer states.
+      soft_prompt: number of vectors before each row, in place of token embeddings (`SoftPrompt` trains them alone).
       embed_scale: factor on token embeddings (Gemma: sqrt of the width), or `None`.
       dropout: dropout probability on each sub-layer's output in training.
       dtype: dtype of the computation; norms, softmax and loss are float32 in any case.
@@ -146,6 +147,7 @@ class TransformerConfig:
     pre_norm: bool = True
     post_norm: bool = False
     embedding: Callable[..., Embedding] = Embedding
+    soft_prompt: int = 0
     embed_scale: float | None = None
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -225,6 +227,8 @@ class TransformerConfig:
             return "Transformer.products"
         if self.shared is not None:
             return "Transformer.shared"
+        if self.soft_prompt:
+            return "Transformer.soft_prompt"
         if MemoryPolicy.of(self.memory).fp8:
             return "MemoryPolicy.fp8"
         uncovered = [m for m in (self.attention_layer, *self.other_mixers) if not m.in_formulas]

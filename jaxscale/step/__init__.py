@@ -53,6 +53,7 @@ from jaxscale.step.prepare import check, check_quickly, prepare, step_of
 from jaxscale.step.rates import model_flops
 from jaxscale.step.scales import Scales
 from jaxscale.step.snapshots import Snapshots
+from jaxscale.step.soft_prompt import SoftPrompt
 from jaxscale.step.state import Blueprint, TrainState, describe_model, make_params
 from jaxscale.step.step import batch_sharding, batch_shardings, jit_step
 from jaxscale.step.trackers import Histogram, TrackedRun, Tracker, Tracking
@@ -99,6 +100,7 @@ __all__ = [
     "RLOO",
     "ReMax",
     "RewardModel",
+    "SoftPrompt",
     "Unfreeze",
     "LocalReplicas",
     "LocalSteps",

@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from jaxscale.layout import Layout
+from jaxscale.models import ModelConfig
 from jaxscale.nn import WeightFormat
 
 Tree = Any
@@ -26,6 +27,15 @@ class Adapters:
     base_dtype: str | None = None
     base: WeightFormat | None = None
     in_formulas: ClassVar[bool] = False
+
+    def model(self, model: ModelConfig, start: ModelConfig) -> ModelConfig:
+        """Return the model that is trained, by default the run's.
+
+        Args:
+          model: the run's model.
+          start: that of the run that training starts from.
+        """
+        return model
 
     def adapt(self, graphdef: nnx.GraphDef[Any], infos: Tree, *, reference: bool = False) -> Adaptation:
         """Split a model's parameters into trained and frozen ones; new trained parameters may be added.

@@ -19,6 +19,7 @@ from jaxscale.layout import infer_names
 from jaxscale.models.base import OverRun, Parametrised
 from jaxscale.optim import balanced, chain, without_biases
 from jaxscale.optim.base import Schedule
+from jaxscale.step.adaptation import Adapters
 from jaxscale.step.algorithm import Tree
 from jaxscale.step.backprop import numbered
 from jaxscale.step.config import TrainConfig
@@ -174,6 +175,8 @@ def settled(config: TrainConfig) -> TrainConfig:
                 "trained on; set train.tokenizer",
                 start.path,
             )
+    if isinstance(config.adapters, Adapters):
+        changes["model"] = config.adapters.model(changes.get("model", config.model), start.run.config.model)
     stored = start.run.config.stored
     return adapted_to(dataclasses.replace(config, **changes), stored, str(config.start.path))
 

@@ -166,6 +166,12 @@ class Blueprint:
             return self
         return dataclasses.replace(self, infos=self.adaptation.infos, adaptation=None)
 
+    @property
+    def start_infos(self) -> Tree:
+        """A `TensorInfo` per parameter of the run that training starts from, which an adaptation may add others to."""
+        model = self.of_model().infos
+        return getattr(self.adaptation, "start_infos", model)
+
     def weights(self, state: TrainState) -> Tree:
         """Return the model's parameters for evaluation; kernels with adapters are `Adapted`.
 

@@ -83,7 +83,7 @@ def fit(
     with preparing(config.watchdog):
         prepared = prepare(config)
         if config.start is not None and (resume is not True or config.keeps_start):
-            config.start.check(prepared.blueprint.of_model().infos)
+            config.start.check(prepared.blueprint.start_infos)
         path = None if run is None else _folder_of(run)
         _check_staging(config, path)
         folder, resuming, lock = choose_folder(config, path, resume, name, reporter.say)

@@ -63,20 +63,21 @@ class Cached:
     ):
         self.layout, self.cache, self.scheduler = generating(layout), cache, scheduler
         model = nnx.merge(graphdef, params)
-        self.vocab = model.head_weight().shape[0]
+        self.vocab, self.prefix = model.head_weight().shape[0], getattr(model, "prefix", ())
         self.end_ids = frozenset(end_ids)
         positions = decodable(model).max_length
         self.length = (positions or 1024) if length is None else length
         budget = max(256, 2 * rows) if budget is None else budget
         _check(model, rows, self.length, budget, positions)
         self._params, self._ends = params, np.asarray(sorted(self.end_ids) or [-1], np.int32)
+        longest = self.length + len(self.prefix)
         self.pages, self._sizes, length = _plan_cache(
-            self.layout, cache, rows, self.length, budget, reuses_prefixes(model, cache)
+            self.layout, cache, rows, longest, budget, reuses_prefixes(model, cache)
         )
         shards = self._sizes.shards
         self.slots = shards * self._sizes.slots
         with self._under_layout():
-            self._states = init_cache(model, cache, shards, rows, length, self.length)
+            self._states = init_cache(model, cache, shards, rows, length, longest)
         self._one, self._ahead = steps_of(graphdef, cache, scheduler.ahead)  # type: ignore[arg-type]  # caches are hashable
         self._pick, self._score = pick_of(graphdef), score_of(graphdef)
         self._count = dict.fromkeys(("computed", "columns", "steps", "calls"), 0)

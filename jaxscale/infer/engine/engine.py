@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import time
 from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple
@@ -100,9 +101,13 @@ class Engine:
         self.check(request)
         if request.id in self._sequences:
             raise ConfigError(f"request id {request.id!r} belongs to an unfinished request; use another id")
-        sequence = SequenceState(request, self._number, self.clock(), np.asarray(request.prompt).tolist())
+        prompt = np.asarray(request.prompt).tolist()
+        self._tokens_in += len(prompt)
+        if self.stepper.prefix:
+            request = dataclasses.replace(request, prompt=(*self.stepper.prefix, *prompt))
+            prompt = list(request.prompt)
+        sequence = SequenceState(request, self._number, self.clock(), prompt)
         self._number += 1
-        self._tokens_in += len(sequence.tokens)
         self._sequences[request.id] = sequence
         self._queue.append(sequence)
 
@@ -204,7 +209,7 @@ class Engine:
             finished = "length"
         if finished is not None:
             self._end(sequence)
-        prompt = tuple(sequence.scores) if sequence.generated == 1 else ()
+        prompt = tuple(sequence.scores[len(self.stepper.prefix) :]) if sequence.generated == 1 else ()
         return Event(sequence.request.id, token, logprob, top, finished, prompt)
 
     def _end(self, sequence: SequenceState) -> None:

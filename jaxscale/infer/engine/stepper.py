@@ -23,6 +23,7 @@ class Stepper(Protocol):
       slots: sequences that may run at once.
       end_ids: end-of-text token ids.
       scores: whether it answers requests with `Request.scored`.
+      prefix: ids that every sequence begins with, of the vectors of a soft prompt.
     """
 
     vocab: int
@@ -30,6 +31,7 @@ class Stepper(Protocol):
     slots: int
     end_ids: frozenset[int]
     scores: bool
+    prefix: tuple[int, ...]
 
     def admit(self, queue: Sequence[SequenceState], running: Sequence[SequenceState], clock: float) -> Any:
         """Plan the next step: give slots to waiting sequences, and preempt running ones where necessary.

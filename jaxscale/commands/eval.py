@@ -21,6 +21,7 @@ from jaxscale.commands.shared import (
 from jaxscale.working_copy import as_named, file_to_write, upload_files
 
 if TYPE_CHECKING:
+    from jaxscale.infer.evaluate import Perplexity
     from jaxscale.run import Run
 
 
@@ -104,6 +105,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
             print(f"perplexity per byte {texts.per_byte:.4f} ({texts.bits_per_byte:.4f} bits)")
         if texts.words:
             print(f"perplexity per word {texts.per_word:.4f}")
+        print(_speed(texts))
         results = texts.results()
         if args.against is not None:
             other = perplexity(
@@ -128,6 +130,15 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     settings |= {"mesh": args.mesh, "weights": None if weights is None else repr(weights)}
     print(f"written to {as_named(_written(trained, settings | results, args.choices, out))}")
     return 0
+
+
+def _speed(texts: Perplexity) -> str:
+    """Return tokens per second and bytes of parameters in one line."""
+    from jaxscale.units import human_bytes
+
+    rate = texts.tokens_per_second
+    fast = "all in one batch, which also compiled" if rate is None else f"{rate:.4g} tokens/s after the first batch"
+    return f"{fast}; {human_bytes(texts.parameters)} of parameters"
 
 
 def _written(trained: Run, results: dict[str, Any], choices: str | None, out: Path | None) -> Path:

@@ -128,6 +128,8 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
                 raise RunError("the engine failed; see the log above")
         if not server.drain(look=lambda: stop.times > 1):
             print("jaxscale: some answers were not completed", file=sys.stderr)
+        if (line := server.summary()) is not None:
+            print(f"jaxscale: {line}", file=sys.stderr)
     return 0
 
 

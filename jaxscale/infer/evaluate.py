@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -59,6 +60,8 @@ class Perplexity:
       length: tokens of a window.
       stride: between the beginnings of windows, in tokens.
       step: of the checkpoint.
+      parameters: bytes of the model's parameters in their format; copies on several devices count once.
+      tokens_per_second: scored after the first batch, which compiles; `None` if there is no other.
     """
 
     documents: int
@@ -69,6 +72,8 @@ class Perplexity:
     length: int
     stride: int
     step: int
+    parameters: int = 0
+    tokens_per_second: float | None = dataclasses.field(default=None, compare=False)
 
     @property
     def per_token(self) -> float:
@@ -146,11 +151,36 @@ def perplexity(
         rows=rows,
         loss=run.config.token_loss,
         apart=run.config.segments,
+        note=(speed := Speed()).take,
     )
     counted = (x if d.counts is None else x[d.counts] for x, d in zip(logprobs, documents, strict=True))
     nats = -math.fsum(math.fsum(x.tolist()) for x in counted)
     sizes = _total([d.bytes for d in documents]), _total([d.words for d in documents])
-    return Perplexity(len(documents), tokens, *sizes, nats, length, stride, loaded.step)
+    return Perplexity(len(documents), tokens, *sizes, nats, length, stride, loaded.step, loaded.nbytes, speed.rate)
+
+
+class Speed:
+    """Counts tokens and seconds after the first call of `take`."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+        self._tokens = 0
+
+    def take(self, tokens: int) -> None:
+        """Count the tokens of a batch that is done now.
+
+        Args:
+          tokens: how many.
+        """
+        self._tokens += tokens if self._times else 0
+        self._times.append(time.perf_counter())
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second after the first batch; `None` without another."""
+        if len(self._times) < 2:
+            return None
+        return self._tokens / (self._times[-1] - self._times[0])
 
 
 def _total(sizes: Sequence[int | None]) -> int | None:

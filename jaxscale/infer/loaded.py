@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Int
@@ -43,6 +44,11 @@ class Loaded(NamedTuple):
     params: Any
     layout: Layout | None
     step: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters in their format; copies on several devices count once."""
+        return sum(x.nbytes for x in jax.tree.leaves(self.params))
 
     def in_force(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which its layout is in force."""

@@ -76,7 +76,6 @@ def rates(
         loaded = load_model(
             run, layout, step, generation=True, weights=weights
         )  # the call's, which are in memory still
-        size = sum(x.nbytes for x in jax.tree.leaves(loaded.params))
         peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-        out.append(Rate(size, sum(len(c.ids) for c in done), seconds, peak))
+        out.append(Rate(loaded.nbytes, sum(len(c.ids) for c in done), seconds, peak))
     return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -69,6 +69,7 @@ def log_probabilities(
     stride: int | None = None,
     rows: int = 8,
     apart: bool = True,
+    note: Callable[[int], None] = lambda scored: None,
 ) -> list[Float[np.ndarray, " n"]]:
     """Return the log-probability of every target of each sequence from `first` on.
 
@@ -81,6 +82,7 @@ def log_probabilities(
       stride: of windows; `length` by default (see `windows`).
       rows: batch rows, rounded up to what the layout divides.
       apart: pack several windows into a row, with attention within each; else a row has one.
+      note: called after each batch with the number of targets that were scored in it.
 
     Returns:
       nats, float32 (targets,), for each sequence.
@@ -102,6 +104,7 @@ def log_probabilities(
     for at in range(0, int(row.max()) + 1 if len(cut) else 0, batch.rows):
         mine = order[(row[order] >= at) & (row[order] < at + batch.rows)]
         batch.score([(int(row[w]) - at, cut[w]) for w in mine], sequences, out)
+        note(sum(cut[w].end - cut[w].counted for w in mine))
     return [x[(0 if first is None else first[i]) :] for i, x in enumerate(out)]
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -217,6 +218,10 @@ def test_the_metrics_add_up():
         assert metrics["jaxscale_http_responses_total", "400"] == 1
         assert metrics["jaxscale_prompt_tokens_total",] == 12  # three sequences of four tokens
         assert metrics["jaxscale_generation_tokens_total",] == 15
+        assert metrics["jaxscale_parameter_bytes",] == 1234
+        rate = 15 / metrics["jaxscale_engine_seconds_total",]
+        assert metrics["jaxscale_tokens_per_second",] == pytest.approx(rate)
+        assert re.fullmatch(r"15 tokens, \S+ tokens/s of the engine's steps, 1.21 KiB of parameters", server.summary())
         assert metrics["jaxscale_time_to_first_token_seconds_count",] == 3
         assert metrics["jaxscale_time_per_output_token_seconds_count",] == 12
         assert metrics["jaxscale_time_per_output_token_seconds_bucket", "+Inf"] == 12

@@ -28,6 +28,8 @@ PAGES = 1000
 class FakeEngine:
     """Continues each sequence with the letters of the alphabet from the seed-th on, one a step; each has one page."""
 
+    parameters = 1234
+
     def __init__(self, seconds: float = 0.0, fail_at: int | None = None, slots: int = PAGES):
         self.seconds, self.fail_at, self.slots = seconds, fail_at, slots
         self.sequences: dict[Any, tuple[Request, int]] = {}

@@ -69,10 +69,11 @@ class Engine:
     Args:
       stepper: computes the steps.
       clock: returns seconds, for the scheduler.
+      parameters: bytes of the model's parameters; `None` if they are not known.
     """
 
-    def __init__(self, stepper: Stepper, clock: Callable[[], float] = time.monotonic):
-        self.stepper, self.clock = stepper, clock
+    def __init__(self, stepper: Stepper, clock: Callable[[], float] = time.monotonic, parameters: int | None = None):
+        self.stepper, self.clock, self.parameters = stepper, clock, parameters
         self._queue: list[SequenceState] = []
         self._running: list[SequenceState] = []
         self._sequences: dict[Hashable, SequenceState] = {}

@@ -23,6 +23,7 @@ from jaxscale.infer.serve.limits import Limits
 from jaxscale.infer.serve.metrics import Gauge, Metrics
 from jaxscale.infer.serve.requests import Served
 from jaxscale.infer.serve.worker import Worker
+from jaxscale.units import human_bytes
 
 _LOG = logging.getLogger("jaxscale.serve")
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -89,7 +90,18 @@ class Server(ThreadingHTTPServer):
         """
         worker = Worker(engine, self.limits, self.metrics)
         self.metrics.gauges += _engine_metrics(worker)
+        if engine.parameters is not None:
+            size = float(engine.parameters)
+            self.metrics.gauges.append(Gauge("jaxscale_parameter_bytes", "Bytes of the parameters.", lambda: size))
         self._api, self._state = Api(served, worker, self.limits), "ok"
+
+    def summary(self) -> str | None:
+        """Return tokens, tokens per second and bytes of parameters in one line; `None` before a token is generated."""
+        if self._api is None or not self._api.worker.generated:
+            return None
+        worker, size = self._api.worker, self._api.worker.parameters
+        memory = "" if size is None else f", {human_bytes(size)} of parameters"
+        return f"{worker.generated:,} tokens, {worker.rate:.4g} tokens/s of the engine's steps{memory}"
 
     @property
     def state(self) -> str:
@@ -199,6 +211,8 @@ def _engine_metrics(worker: Worker) -> list[Gauge]:
         return Gauge(f"jaxscale_{name}", about, lambda: float(getattr(worker.stats, field)), kind)
 
     return [
+        Gauge("jaxscale_engine_seconds_total", "Seconds of the engine's steps.", lambda: worker.busy, "counter"),
+        Gauge("jaxscale_tokens_per_second", "Tokens per second of the engine's steps so far.", lambda: worker.rate),
         gauge("requests_waiting", "Sequences in the queue.", "waiting"),
         gauge("requests_running", "Sequences being generated.", "running"),
         gauge("cache_pages_free", "Pages of the cache that no running sequence holds.", "pages_free"),

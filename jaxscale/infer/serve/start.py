@@ -124,6 +124,7 @@ def engine_of(
         loaded = load_model(run, layout, generation=True, length=length, weights=weights)
     more: dict[str, Any] = dict(draft=draft, draft_tokens=draft_tokens, stream_layers=stream_layers, layout=layout)
     more |= dict(weights=weights, cache=Paged(page, pages, kv_cache))
-    engine = Engine(stepper_of(run, loaded, length=length, rows=rows, budget=budget, **more))
+    stepper = stepper_of(run, loaded, length=length, rows=rows, budget=budget, **more)
+    engine = Engine(stepper, parameters=None if loaded is None else loaded.nbytes)
     engine.compile(note)
     return engine

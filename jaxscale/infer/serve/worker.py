@@ -145,10 +145,15 @@ class Worker:
       engine: the engine; no other thread may use it afterwards.
       limits: of sequences that wait or run.
       metrics: counters to update.
+
+    Attributes:
+      generated: tokens that clients have received.
+      busy: seconds of the engine's steps.
+      parameters: bytes of the model's parameters; `None` if they are not known.
     """
 
     def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
-        self.metrics, self.stats = metrics, engine.stats
+        self.metrics, self.stats, self.parameters = metrics, engine.stats, engine.parameters
         self._engine, self._limits = engine, limits
         self._waiting: FairQueue[Hashable] = FairQueue()  # ids of sequences that the engine does not have yet
         self._inbox: queue.SimpleQueue[Submission | tuple[Submission, set[int]] | None] = queue.SimpleQueue()
@@ -157,6 +162,7 @@ class Worker:
         self._unfinished: collections.Counter[str] = collections.Counter()  # sequences that wait or run, by client
         self._closed: ApiError | None = None
         self.failed = False
+        self.generated, self.busy = 0, 0.0
         self._thread = threading.Thread(target=self._run, name="jaxscale-engine", daemon=True)
         self._thread.start()
 
@@ -205,12 +211,20 @@ class Worker:
         self._inbox.put(None)
         self._thread.join(seconds)
 
+    @property
+    def rate(self) -> float:
+        """Tokens per second of the engine's steps so far; 0 before the first token."""
+        return self.generated / self.busy if self.generated else 0.0
+
     def _run(self) -> None:
         try:
             while self._read_inbox():
                 self._feed_engine()
                 if self._engine.busy:
-                    self._deliver(self._engine.step())
+                    began = time.monotonic()
+                    events = self._engine.step()
+                    self.busy += time.monotonic() - began
+                    self._deliver(events)
                 stats = self._engine.stats
                 self.stats = stats._replace(waiting=stats.waiting + len(self._waiting))
         except BaseException:  # whatever it is, waiting threads must learn of it
@@ -275,6 +289,7 @@ class Worker:
             if live is None:  # cancelled meanwhile
                 continue
             self.metrics.tokens_out.add(len(tokens))
+            self.generated += len(tokens)
             if live.last:
                 self.metrics.each.observe((now - live.last[0]) / len(tokens), len(tokens))
             else:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from jaxscale.config import call, register
 from jaxscale.errors import ConfigError, near
 from jaxscale.nn.formats.divided import Divided
-from jaxscale.nn.formats.stored import Stored
+from jaxscale.nn.formats.stored import NAMED, Stored
 from jaxscale.nn.weight_format import WeightFormat
 
 _OF_TENSOR = Divided("e4m3")  # scales of 8 bits over a float32 number for each matrix
@@ -82,6 +82,8 @@ FORMATS: dict[str, tuple[Stored, str]] = {
     },
 }  # fmt: skip
 """The format of each name, and what it is."""
+
+NAMED.update({name: made for name, (made, _) in FORMATS.items()})
 
 
 def _preset(name: str) -> Callable[..., Stored]:

@@ -25,6 +25,10 @@ from jaxscale.parallel.scaled import magnitudes
 FLOATS = ("float32", "bfloat16", "float16")
 
 
+NAMED: dict[str, Stored] = {}
+"""Formats by the names that configs have for them; `presets` fills it."""
+
+
 @register
 @dataclasses.dataclass(frozen=True)
 class Stored(WeightFormat):
@@ -141,9 +145,7 @@ class Stored(WeightFormat):
     @property
     def _called(self) -> str:
         """The name by which a config has this format, whatever its group."""
-        from jaxscale.nn.formats.presets import FORMATS  # late, because that module imports this one
-
-        alike = (name for name, (made, _) in FORMATS.items() if dataclasses.replace(made, group=self.group) == self)
+        alike = (name for name, made in NAMED.items() if dataclasses.replace(made, group=self.group) == self)
         return next(alike, "Stored")
 
     @property

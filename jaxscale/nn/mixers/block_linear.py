@@ -138,7 +138,7 @@ class BlockLinear(Mixer):
       heads: number of heads; `None` is the model's.
 
     Raises:
-      ConfigError: a block below 1.
+      ConfigError: a block, or a number of heads, below 1.
     """
 
     any_order = True
@@ -147,7 +147,7 @@ class BlockLinear(Mixer):
     heads: int | None = None
 
     def __post_init__(self) -> None:
-        check_whole(self, optional=("block",))
+        check_whole(self, optional=("block", "heads"))
 
     def check(self, config: Any) -> None:
         """See `Mixer`."""

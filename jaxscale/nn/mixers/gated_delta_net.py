@@ -17,7 +17,7 @@ from jaxscale.layout import constrain
 from jaxscale.nn.cache import RecurrentState, StateArray
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
-from jaxscale.nn.mixer import Mixer, chosen
+from jaxscale.nn.mixer import Mixer, check_whole, chosen
 from jaxscale.nn.mixers.parts import HEADS, ShortConvolution, rate_logarithm, recurrence_flops, step_size_bias, unit
 from jaxscale.nn.norms import RMSNorm
 from jaxscale.nn.recurrent import matrix_recurrence
@@ -113,6 +113,9 @@ class GatedDeltaNet(Mixer):
       key_dim: width of a key; `None` is the model's `head_dim`.
       value_dim: width of a value; `None` is the model's `head_dim`.
       taps: tokens that the convolutions of queries, keys and values see, the current one included.
+
+    Raises:
+      ConfigError: a number of heads, a width, or `taps` below 1.
     """
 
     any_order = True
@@ -123,6 +126,9 @@ class GatedDeltaNet(Mixer):
     key_dim: int | None = None
     value_dim: int | None = None
     taps: int = 4
+
+    def __post_init__(self) -> None:
+        check_whole(self, "taps", optional=("heads", "key_heads", "key_dim", "value_dim"))
 
     def check(self, config: Any) -> None:
         """See `Mixer`."""

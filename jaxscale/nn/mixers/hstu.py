@@ -105,7 +105,7 @@ class HSTU(Mixer):
       value_dim: width of a value and a gate; `None` is the model's `head_dim`.
 
     Raises:
-      ConfigError: a length, or a number of biases, below 1.
+      ConfigError: a length, a number of biases or heads, or a width below 1.
     """
 
     any_order = True
@@ -117,7 +117,7 @@ class HSTU(Mixer):
     value_dim: int | None = None
 
     def __post_init__(self) -> None:
-        check_whole(self, "length", optional=("relative",))
+        check_whole(self, "length", optional=("relative", "heads", "key_dim", "value_dim"))
 
     def check(self, config: Any) -> None:
         """See `Mixer`."""

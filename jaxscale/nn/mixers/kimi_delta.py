@@ -16,7 +16,7 @@ from jaxscale.layout import constrain
 from jaxscale.nn.cache import RecurrentState, StateArray
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
-from jaxscale.nn.mixer import Mixer, chosen
+from jaxscale.nn.mixer import Mixer, check_whole, chosen
 from jaxscale.nn.mixers.parts import HEADS, ShortConvolution, rate_logarithm, recurrence_flops, step_size_bias, unit
 from jaxscale.nn.norms import RMSNorm
 from jaxscale.nn.recurrent import matrix_recurrence
@@ -115,6 +115,9 @@ class KimiDeltaAttention(Mixer):
       value_dim: width of a value; `None` is the model's `head_dim`.
       rank: width between the two matrices that make decays and gates; `None` is that of a value.
       taps: tokens that the convolutions of queries, keys and values see, the current one included.
+
+    Raises:
+      ConfigError: a number of heads, a width, or `taps` below 1.
     """
 
     any_order = True
@@ -125,6 +128,9 @@ class KimiDeltaAttention(Mixer):
     value_dim: int | None = None
     rank: int | None = None
     taps: int = 4
+
+    def __post_init__(self) -> None:
+        check_whole(self, "taps", optional=("heads", "key_dim", "value_dim", "rank"))
 
     def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:
         """See `Mixer`."""

@@ -16,7 +16,7 @@ from jaxscale.layout import constrain
 from jaxscale.nn.cache import RecurrentState, StateArray
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
-from jaxscale.nn.mixer import Mixer, chosen
+from jaxscale.nn.mixer import Mixer, check_whole, chosen
 from jaxscale.nn.mixers.parts import HEADS, recurrence_flops
 from jaxscale.nn.norms import RMSNorm
 from jaxscale.nn.recurrent import matrix_recurrence
@@ -119,6 +119,9 @@ class _Heads(Mixer):
     heads: int | None
     value_dim: int | None
 
+    def __post_init__(self) -> None:
+        check_whole(self, optional=tuple(name for name in ("heads", "key_dim", "value_dim") if hasattr(self, name)))
+
     def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:
         """See `Mixer`."""
         width = config.sizes.width
@@ -204,6 +207,10 @@ class GatedLinearAttention(_Heads):
     value_dim: int | None = None
     rank: int = 16
     temperature: float = 16.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole(self, "rank")
 
     def _more(self, width: int, heads: int, key: int) -> int:
         return self.rank * (width + heads * key)

@@ -17,7 +17,7 @@ from jaxscale.layout import constrain, named
 from jaxscale.nn.cache import RecurrentState, StateArray
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
-from jaxscale.nn.mixer import Mixer, chosen
+from jaxscale.nn.mixer import Mixer, check_whole, chosen
 from jaxscale.nn.mixers.parts import HEADS, ShortConvolution, rate_logarithm, recurrence_flops, step_size_bias
 from jaxscale.nn.recurrent import matrix_recurrence
 
@@ -122,6 +122,9 @@ class Mamba2(Mixer):
       state: width of the state of each channel.
       groups: groups of heads that share `B` and `C`; they divide `heads`.
       taps: tokens that the convolutions see, the current one included.
+
+    Raises:
+      ConfigError: a number of heads or groups, a width, or `taps` below 1.
     """
 
     any_order = True
@@ -132,6 +135,9 @@ class Mamba2(Mixer):
     state: int = 128
     groups: int = 1
     taps: int = 4
+
+    def __post_init__(self) -> None:
+        check_whole(self, "state", "groups", "taps", optional=("heads", "head_dim"))
 
     def check(self, config: Any) -> None:
         """See `Mixer`."""

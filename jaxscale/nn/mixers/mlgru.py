@@ -15,7 +15,7 @@ from jaxscale.layout import constrain
 from jaxscale.nn.cache import RecurrentState, StateArray
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
-from jaxscale.nn.mixer import Mixer, chosen
+from jaxscale.nn.mixer import Mixer, check_whole, chosen
 from jaxscale.nn.recurrent import recurrence
 
 _CHANNELS = ("batch", "seq", "mlp")
@@ -76,11 +76,17 @@ class MLGRU(Mixer):
 
     Args:
       channels: width of the state; `None` is the model's width.
+
+    Raises:
+      ConfigError: a width below 1.
     """
 
     any_order: ClassVar[bool] = True
 
     channels: int | None = None
+
+    def __post_init__(self) -> None:
+        check_whole(self, optional=("channels",))
 
     def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:
         """See `Mixer`."""

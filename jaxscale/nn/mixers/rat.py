@@ -126,7 +126,7 @@ class RAT(Mixer):
       groups: heads of queries and keys, which divide `heads`; `None` is the model's `kv_heads`.
 
     Raises:
-      ConfigError: a chunk below 1.
+      ConfigError: a chunk, or a number of heads or groups, below 1.
     """
 
     any_order = True
@@ -136,7 +136,7 @@ class RAT(Mixer):
     groups: int | None = None
 
     def __post_init__(self) -> None:
-        check_whole(self, "chunk")
+        check_whole(self, "chunk", optional=("heads", "groups"))
 
     def check(self, config: Any) -> None:
         """See `Mixer`."""

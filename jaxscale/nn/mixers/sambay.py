@@ -19,7 +19,7 @@ from jaxscale.nn.attention_layer import MultiHead
 from jaxscale.nn.cache import Cache, LayerCache, State
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
-from jaxscale.nn.mixer import Mixer, chosen
+from jaxscale.nn.mixer import Mixer, check_whole, chosen
 from jaxscale.nn.mixers.parts import HEADS
 from jaxscale.nn.norms import QKNorm
 from jaxscale.nn.rotary import Rotary, rotate
@@ -212,6 +212,9 @@ class GatedMemory(_Reads):
     Args:
       heads: heads of the memory; `None` is twice the model's, as those of `Mamba2`.
       head_dim: width of a head of the memory; `None` is the model's `head_dim`.
+
+    Raises:
+      ConfigError: a number of heads or a width below 1.
     """
 
     reads: ClassVar[str] = "memory"
@@ -219,6 +222,9 @@ class GatedMemory(_Reads):
 
     heads: int | None = None
     head_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        check_whole(self, optional=("heads", "head_dim"))
 
     def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:
         """See `Mixer`."""
@@ -246,6 +252,25 @@ class CrossDecoderAttention(_Reads):
     windowed: ClassVar[bool] = True
     reads: ClassVar[str] = "keys"
     givers: ClassVar[str] = "attention (@MultiHead())"
+
+    def check(self, config: Any) -> None:
+        """See `Mixer`: queries and the keys that they meet have the same rotary positions."""
+        super().check(config)
+
+        def rotary(block: Any) -> Rotary | None:
+            local = block.window is not None and config.local_positions is not None
+            positions = config.local_positions if local else config.positions
+            return positions if block.rotary and isinstance(positions, Rotary) else None
+
+        giver = -1
+        for i, block in enumerate(config.blocks):
+            if block.mixer == self and rotary(block) != rotary(config.blocks[giver]):
+                raise ConfigError(
+                    f"block {i} of Transformer.blocks reads the keys of block {giver}, which have other rotary "
+                    "positions than its queries; give both the same Block.rotary, and a window to both or to none if "
+                    "there are Transformer.local_positions"
+                )
+            giver = i if "keys" in (block.mixer or config.attention_layer).gives else giver
 
     def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:
         """See `Mixer`."""

@@ -106,7 +106,7 @@ class SOFT(Mixer):
     heads: int | None = None
 
     def __post_init__(self) -> None:
-        check_whole(self, "stride", "documents", "iterations")
+        check_whole(self, "stride", "documents", "iterations", optional=("heads",))
 
     def check(self, config: Any) -> None:
         """See `Mixer`."""

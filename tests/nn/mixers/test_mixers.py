@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout, Pipeline
 from jaxscale.models import BlockConfig, TransformerConfig
 from jaxscale.nn.mixers import (
+    HSTU,
     MLGRU,
+    RAT,
+    SOFT,
+    BlockLinear,
     GatedDeltaNet,
     GatedLinearAttention,
+    GatedMemory,
     KimiDeltaAttention,
     LinearAttention,
     Mamba2,
@@ -56,6 +63,30 @@ def test_mixers_train_alike_on_every_layout(mixer):
 def test_heads_that_do_not_divide_are_refused(mixer, message):
     with pytest.raises(ConfigError, match=message):
         TransformerConfig(width=16, heads=2, blocks=(BlockConfig(mixer=mixer),)).validate()
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, True, "2"])
+@pytest.mark.parametrize(
+    "mixer,names",
+    [
+        (RAT, "heads groups"),
+        (BlockLinear, "heads"),
+        (partial(HSTU, length=4), "heads key_dim value_dim"),
+        (SOFT, "heads"),
+        (MLGRU, "channels"),
+        (GatedMemory, "heads head_dim"),
+        (GatedDeltaNet, "heads key_heads key_dim value_dim taps"),
+        (KimiDeltaAttention, "heads key_dim value_dim rank taps"),
+        (Mamba2, "heads head_dim state groups taps"),
+        (LinearAttention, "heads key_dim value_dim"),
+        (RetNet, "heads value_dim"),
+        (GatedLinearAttention, "heads key_dim value_dim rank"),
+    ],
+)
+def test_sizes_that_are_no_whole_numbers_are_refused_and_zero_is_not_the_models_size(mixer, names, size):
+    for name in names.split():
+        with pytest.raises(ConfigError, match=rf"\.{name} = {size!r}: must be .*a whole number of at least 1"):
+            mixer(**{name: size})
 
 
 def test_flops_are_those_of_the_products():

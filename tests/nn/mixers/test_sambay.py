@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import jaxscale as js
 from jaxscale.errors import ConfigError
 from jaxscale.infer.cache import Contiguous, cache_bytes
 from jaxscale.models import BlockConfig, TransformerConfig
-from jaxscale.nn import Attention, Context, CrossDecoderAttention, GatedMemory, Mamba2, ReversibleRun
+from jaxscale.nn import Attention, Context, CrossDecoderAttention, GatedMemory, Mamba2, ReversibleRun, Rotary
 from jaxscale.nn.mixers.sambay import CrossAttention
 from jaxscale.testing import check_model, compare_layouts
 
@@ -67,3 +69,18 @@ def test_layers_that_nobody_gives_anything_to_are_refused():
         TransformerConfig(depth=2, blocks=(BLOCKS[0], BLOCKS[3]))
     with pytest.raises(ConfigError, match="set Transformer.stack = @Run"):
         TransformerConfig(**SIZES, blocks=BLOCKS, stack=ReversibleRun)
+
+
+def test_keys_with_other_rotary_positions_than_the_queries_are_refused():
+    cross, plain = BlockConfig(CrossDecoderAttention()), BlockConfig()
+    local = dict(positions=Rotary(), local_positions=Rotary(theta=100.0))
+    for blocks, options in (
+        ((plain, dataclasses.replace(cross, rotary=False)), dict(positions=Rotary())),
+        ((BlockConfig(window=4), cross), local),
+        ((plain, cross, BlockConfig(rotary=False), cross), dict(positions=Rotary())),
+    ):
+        with pytest.raises(ConfigError, match="which have other rotary positions than its queries"):
+            TransformerConfig(depth=len(blocks), blocks=blocks, **options)
+    TransformerConfig(depth=3, blocks=(BlockConfig(window=4), plain, cross), **local)
+    bare = (BlockConfig(rotary=False), dataclasses.replace(cross, rotary=False))
+    TransformerConfig(depth=2, blocks=bare, positions=Rotary())

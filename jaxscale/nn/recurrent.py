@@ -8,9 +8,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.nn.cache import LayerCache, RecurrentState
 from jaxscale.nn.context import Context
-from jaxscale.parallel.linear_attention import CHUNK, attend, linear_attention
+from jaxscale.parallel.linear_attention import linear_attention
 from jaxscale.parallel.linear_scan import linear_scan
 from jaxscale.parallel.short_convolution import convolve, short_convolution
+from pallas_kernels.chunked_recurrence import chunked_recurrence
 
 
 def document_starts(context: Context, seq: int) -> Bool[Array, "#b s"]:
@@ -91,7 +92,7 @@ def matrix_recurrence(
     beta: Float[Array, "b s h"] | None = None,
     name: str = "state",
     axis: str = "heads",
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> Float[Array, "b s h v"]:
     """Compute linear attention within each document; see `jaxscale.parallel.linear_attention` for the arguments.
 
@@ -107,7 +108,7 @@ def matrix_recurrence(
       beta: the delta rule's learning rate, or `None`.
       name: the array (H, K, V) of `decode_state` that stores the state.
       axis: the logical axis of heads.
-      chunk: tokens in a chunk.
+      chunk: tokens in a chunk; `None` is the implementation's own.
     """
     cache = context.cache
     if not isinstance(cache, LayerCache):
@@ -123,7 +124,7 @@ def matrix_recurrence(
             name: jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, 0)
             for name, x in zip(extra, rest, strict=True)
         }
-        return attend(q, k, v, **options, initial=state, chunk=chunk)
+        return chunked_recurrence(q, k, v, options.get("log_decay"), options.get("beta"), initial=state, chunk=chunk)
 
     return cache.carry(decode_state, name, (q, k, v, *extra.values()), run)
 

@@ -32,6 +32,7 @@ def works() -> Iterator[Work]:
     yield from _attention_works()
     yield from _loss_works()
     yield from _decode_works()
+    yield from _recurrence_works()
 
 
 # softmax ---------------------------------------------------------------------------------------------------------
@@ -291,3 +292,16 @@ def _decode_program(feature: str, dtype: str, seed: int | None) -> Program:
         lambda: finite(jax.jit(lambda a: cases.plain(a, options))(arrays)),
         lambda: finite(cases.truth(arrays, options)),
     )
+
+
+# chunked recurrence ------------------------------------------------------------------------------------------------
+
+
+def _recurrence_works() -> Iterator[Work]:
+    from tests.pallas_kernels.chunked_recurrence.cases import FEATURES, program, without_log_decay
+
+    for feature, (decay, delta) in FEATURES.items():
+        for dtype in ("float32", "bfloat16", "float16"):
+            parts = ("out", "state", "dq", "dk", "dv", *("dbeta",) * delta, "dinitial")
+            make = functools.partial(lambda *a: without_log_decay(program(*a), a[0]), decay, delta, dtype)
+            yield Work("chunked_recurrence", feature, dtype, parts, make)

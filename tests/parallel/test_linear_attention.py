@@ -11,7 +11,7 @@ from jaxscale.errors import LayoutError
 from jaxscale.layout import Layout
 from jaxscale.parallel import linear_attention, short_convolution
 from jaxscale.parallel.context import zigzag
-from jaxscale.parallel.linear_attention import attend
+from pallas_kernels.chunked_recurrence import chunked_recurrence
 from tests.truth.long import short
 
 B, S, H, K, V = 2, 48, 2, 20, 3
@@ -121,9 +121,9 @@ def test_gradients_are_those_of_the_recurrence():
 
 def test_a_sequence_in_two_calls_is_the_sequence_in_one():
     q, k, v, log_decay, beta, _ = map(_single, _operands("heads", True))
-    whole, last = attend(q, k, v, log_decay, beta)
-    first = attend(*(x[:, :17] for x in (q, k, v, log_decay, beta)))
-    second = attend(*(x[:, 17:] for x in (q, k, v, log_decay, beta)), initial=first[1])
+    whole, last = chunked_recurrence(q, k, v, log_decay, beta)
+    first = chunked_recurrence(*(x[:, :17] for x in (q, k, v, log_decay, beta)))
+    second = chunked_recurrence(*(x[:, 17:] for x in (q, k, v, log_decay, beta)), initial=first[1])
     np.testing.assert_allclose(jnp.concatenate([first[0], second[0]], 1), whole, atol=1e-5)
     np.testing.assert_allclose(second[1], last, atol=1e-5)
 

@@ -21,7 +21,8 @@ from jaxscale.nn.mixer import Mixer, check_whole, chosen
 from jaxscale.nn.mixers.parts import HEADS, recurrence_flops
 from jaxscale.nn.recurrent import document_positions, document_starts
 from jaxscale.nn.rotary import Rotary, rotate
-from jaxscale.parallel.linear_attention import attend, linear_attention
+from jaxscale.parallel.linear_attention import linear_attention
+from pallas_kernels.chunked_recurrence import chunked_recurrence
 
 
 class BlockLinearAttention(nnx.Module):
@@ -106,7 +107,7 @@ class BlockLinearAttention(nnx.Module):
     def _step(self, state: Array, real: Array, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         """Go on by whole blocks; see `LayerCache.carry`."""
         k = jnp.where(real[..., None, None], k, 0)
-        out, after = attend(q, k, v, initial=state)
+        out, after = chunked_recurrence(q, k, v, initial=state)
         if self.block == 1:
             return out, after
         if self.block is None:
@@ -115,7 +116,7 @@ class BlockLinearAttention(nnx.Module):
             )
         first = jnp.broadcast_to(jnp.arange(1, real.shape[1] + 1) % self.block == 0, real.shape)
         q, k, v, starts = (jnp.flip(x, 1) for x in (q, k, v, first))
-        later, _ = attend(q, k, v, starts=starts)
+        later, _ = chunked_recurrence(q, k, v, starts=starts)
         return out + jnp.flip(later - _own(q, k, v), 1), after
 
 

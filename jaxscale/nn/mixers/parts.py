@@ -15,7 +15,7 @@ from jaxscale.layout import constrain, named
 from jaxscale.nn.cache import RecurrentState, StateArray
 from jaxscale.nn.context import Context
 from jaxscale.nn.recurrent import convolution
-from jaxscale.parallel.linear_attention import CHUNK
+from pallas_kernels.chunked_recurrence import CHUNK
 
 HEADS = ("batch", "seq", "heads", "head_dim")
 

@@ -1,0 +1,143 @@
+"""The recurrence in chunks, in plain JAX: products of matrices within chunks, and a scan over them.
+
+Sources: chunks, Hua et al. 2022 and Yang et al. 2024 (gated linear attention); the delta rule in chunks, Yang et al.
+2024; with decay, Yang, Kautz & Hatamizadeh 2025 (gated DeltaNet); by channels, Kimi Team 2025.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.chunked_recurrence.inputs import BLOCK, CHUNK, FAR, Facts, Inputs
+
+
+class Chunks(NamedTuple):
+    """What the scan over chunks reads of each chunk; every array is (..., chunks, rows of a chunk, ...).
+
+    Args:
+      values: what the chunk adds if the state before it is zero, (..., Dv): `v`, or for the delta rule `T (beta v)`.
+      removes: the delta rule's `T (beta k decay)`, (..., Dk), by which the state before lessens `values`; or `None`.
+      reads: queries times the decay since the chunk began, (..., Dk); zero after a restart.
+      scores: decayed products of queries and keys, (..., C), zero where a row does not see a column.
+      writes: keys times the decay until the chunk's end, (..., Dk); zero before a restart.
+      keeps: decay of the state over the whole chunk, (..., Dk) or (..., 1); zero if there is a restart.
+    """
+
+    values: Array
+    removes: Array | None
+    reads: Array
+    scores: Array
+    writes: Array
+    keeps: Array
+
+
+def run(target: Any, inputs: Inputs, *, facts: Facts) -> tuple[Array, Array]:
+    """See `dispatch.Implementation`; computed in float32."""
+    q, k, v, log_decay, beta, starts, initial = inputs
+    b, seq, heads = q.shape[:3]
+    size = facts.size(facts.chunk or CHUNK)
+    count = math.ceil(seq / size)
+
+    def cut(x: Array) -> Array:
+        """(b, s, h, ...) to (b, h, chunks, rows, ...), in float32; padding is zeros, which change nothing."""
+        x = jnp.pad(x, ((0, 0), (0, count * size - seq), *[(0, 0)] * (x.ndim - 2)))
+        return jnp.moveaxis(x.reshape(b, count, size, *x.shape[2:]), 3, 1).astype(jnp.float32)
+
+    decay = jnp.zeros((b, seq, heads, 1)) if log_decay is None else log_decay.reshape(b, seq, heads, -1)
+    begun = jnp.zeros((b, seq), bool) if starts is None else starts
+    first = jnp.zeros((b, heads, facts.key, facts.value)) if initial is None else initial
+
+    def step(state: Array, chunk: Chunks) -> tuple[Array, Array]:
+        values = chunk.values
+        if chunk.removes is not None:
+            values = values - chunk.removes @ state
+        out = chunk.reads @ state + chunk.scores @ values
+        state = chunk.keeps[..., None] * state + jnp.swapaxes(chunk.writes, -1, -2) @ values
+        return state, out
+
+    with jax.default_matmul_precision("highest"):
+        prepared = jax.checkpoint(_prepare)(
+            cut(q), cut(k), cut(v), cut(decay), None if beta is None else cut(beta), cut(begun[:, :, None])
+        )
+        state, out = lax.scan(step, first, jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), prepared))
+    out = jnp.moveaxis(out, (0, 3), (1, 2)).reshape(b, count * size, heads, -1)  # (chunks, b, h, rows, v)
+    return out[:, :seq].astype(v.dtype), state
+
+
+def _prepare(q: Array, k: Array, v: Array, log_decay: Array, beta: Array | None, starts: Array) -> Chunks:
+    """Compute what the scan needs of all chunks at once; arrays are (b, h, chunks, rows, ...), `starts` has h = 1."""
+    total = jnp.cumsum(log_decay, -2)
+    runs = jnp.cumsum(starts, -1)
+    rows = jnp.arange(q.shape[-2])
+    sees = (runs[..., :, None] == runs[..., None, :]) & (rows[:, None] >= rows)
+    since = jnp.exp(jnp.where((runs > 0)[..., None], FAR, total))
+    until = jnp.exp(jnp.where((runs != runs[..., -1:])[..., None], FAR, total[..., -1:, :] - total))
+    keeps = jnp.where(runs[..., -1:] > 0, 0, jnp.exp(total[..., -1, :]))
+    values, removes = v, None
+    if beta is not None:
+        before = sees & (rows[:, None] > rows)
+        lower = beta[..., None] * _decayed(k, k, total, before)
+        right = beta[..., None] * jnp.concatenate([v, k * since], -1)
+        solved = _solve(lower, right)
+        values, removes = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
+    return Chunks(values, removes, q * since, _decayed(q, k, total, sees), k * until, keeps)
+
+
+def _solve(lower: Array, right: Array) -> Array:
+    """Solve `(I + lower) x = right`, (..., C, C) strictly lower triangular and (..., C, D), by substitution.
+
+    Rows one after the other within blocks, then block by block, which are products of matrices. Not by
+    `solve_triangular`: on a CPU, that of jaxlib 0.10 waits on XLA's threads for work that it queues to the same ones,
+    so that as many solves at once as there are threads wait for ever.
+    """
+    size = lower.shape[-1]
+    block = min(BLOCK, size)
+    solved: list[Array] = []
+    for start in range(0, size, block):
+        rows_of = slice(start, start + block)
+        inside = lower[..., rows_of, rows_of]
+        rows = [jnp.broadcast_to(jnp.eye(block)[0], inside.shape[:-1])]
+        for i in range(1, block):
+            before = jnp.stack(rows, axis=-2)
+            rows.append(jnp.eye(block)[i] - jnp.sum(inside[..., i, :i, None] * before, axis=-2))
+        rest = right[..., rows_of, :]
+        if solved:
+            rest = rest - lower[..., rows_of, :start] @ jnp.concatenate(solved, axis=-2)
+        solved.append(jnp.stack(rows, axis=-2) @ rest)
+    return jnp.concatenate(solved, axis=-2)
+
+
+def _decayed(x: Array, y: Array, total: Array, sees: Array) -> Array:
+    """Sum `x[i] y[j] exp(total[i] - total[j])` over channels where `sees`, (..., rows, rows); else zero.
+
+    By channels, the exponent is not a product's: within blocks of rows it is computed for each pair of tokens; between
+    blocks it is split at the end of the block before the row's, so that neither part is above 0.
+    """
+    *leading, size, channels = x.shape
+    if total.shape[-1] == 1:
+        return (x @ jnp.swapaxes(y, -1, -2)) * jnp.exp(jnp.where(sees, total - jnp.swapaxes(total, -1, -2), FAR))
+    block = min(BLOCK, size)
+    many = size // block
+
+    def cut(a: Array) -> Array:
+        return a.reshape(*leading, many, block, channels)
+
+    rows, columns, exponents = cut(x), cut(y), cut(total)
+    mine = jnp.arange(size).reshape(many, block)
+    seen = jnp.broadcast_to(sees, (*sees.shape[:-2], size, size))
+    within = jnp.stack([seen[..., at[:, None], at] for at in mine], -3)
+    near = jnp.where(within[..., None], exponents[..., :, None, :] - exponents[..., None, :, :], FAR)
+    near = jnp.sum(rows[..., :, None, :] * columns[..., None, :, :] * jnp.exp(near), -1)
+    split = jnp.pad(exponents[..., :-1, -1:, :], [(0, 0)] * len(leading) + [(1, 0), (0, 0), (0, 0)])
+    far = (rows * jnp.exp(exponents - split)) @ jnp.swapaxes(
+        y[..., None, :, :] * jnp.exp(jnp.minimum(split - total[..., None, :, :], 0)), -1, -2
+    )
+    earlier = mine[:, :1, None] > jnp.arange(size)
+    far = jnp.where(earlier, far, 0).reshape(*leading, size, size)
+    diagonal = (near[..., None, :] * jnp.eye(many)[:, None, :, None]).reshape(*leading, size, size)
+    return jnp.where(sees, far, 0) + diagonal

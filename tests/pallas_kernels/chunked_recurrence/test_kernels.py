@@ -111,7 +111,7 @@ def test_lowered_for_a_tpu_it_is_a_kernel_both_ways_and_on_a_cpu_xlas_form():
     ("name", "topology"),
     [*(("Gated DeltaNet bfloat16 backward", t) for t in TPUS), ("Mamba-2 bfloat16 forward", "v5e")],
 )
-def test_the_kernels_compile_for_every_tpu_and_no_matrix_of_scores_is_in_memory(name, topology):
+def test_the_kernels_compile_for_every_tpu(name, topology):
     fn, shapes = GATE[name]
     made = compile_kernel(fn, *shapes, topology=topology)
     assert "tpu_custom_call" in made.as_text()
@@ -123,9 +123,9 @@ def test_memory_beside_the_arguments_is_that_of_chunk_states_and_linear_in_the_l
         inputs = examples.shapes(seq, 4, widths=(128, 128), decay="heads", delta=True)
         fn, shapes = examples.case(tpu.run, inputs, "backward")
         with tiles.trying("chunked_recurrence", {"chunk": 64, "heads": 1}):
-            return compile_kernel(fn, *shapes, topology="v5e").memory_analysis().temp_size_in_bytes
+            return compile_kernel(fn, *shapes, topology="v5p").memory_analysis().temp_size_in_bytes
 
     states = lambda seq: seq // 64 * 4 * 128 * 128 * 4  # noqa: E731
-    short, long = temp(2048), temp(8192)
+    short, long = temp(16384), temp(32768)
     tokens = 8 * 4 * 128 * 2  # q, k, v and their cotangents in the kernel's order, at most
-    assert states(8192 - 2048) <= long - short <= states(8192 - 2048) + (8192 - 2048) * tokens * 2
+    assert states(16384) <= long - short <= states(16384) + 16384 * tokens

@@ -16,6 +16,8 @@ MIXERS: dict[str, dict[str, Any]] = {
     "Mamba-2": {"decay": "heads", "widths": (128, 64)},
     "linear attention": {"decay": "none", "widths": (64, 64)},
     "Gated DeltaNet": {"decay": "heads", "delta": True, "widths": (128, 128)},
+    "GLA": {"decay": "channels", "widths": (64, 128)},
+    "Kimi Delta Attention": {"decay": "channels", "delta": True, "widths": (128, 128)},
 }
 """A mixer's name -> arguments of `shapes`."""
 

@@ -110,6 +110,24 @@ class Gates:
         return np.asarray(a**2 / (a**2 + eps))
 
 
+def largest(gates: Float[np.ndarray, " n"], count: int) -> list[int]:
+    """Return which gates are the largest, in their order.
+
+    Args:
+      gates: one of each repeat.
+      count: how many.
+
+    Raises:
+      ConfigError: they are not finite.
+    """
+    if not np.isfinite(gates).all():
+        raise ConfigError(
+            "gates became NaN, as the loss did, and rank no layers; fold an earlier step of the run (--step), or set a "
+            "smaller Gates.lr"
+        )
+    return sorted(int(n) for n in np.argsort(-gates, kind="stable")[:count])
+
+
 def gated_loss(model: Any, gates: Float[Array, " n"], batch: Batch) -> Float[Array, ""]:
     """Return the mean loss of the next token if what each layer adds is multiplied by a gate.
 
@@ -260,8 +278,7 @@ def fold(
     if removes:
         with layout if layout is not None else contextlib.nullcontext():
             learned = gates.trained(model, params, batches, len(keep.remaining), say)
-        remaining = np.sort(np.argsort(-learned, kind="stable")[: len(keep.remaining)])
-        keep = folded(model, keep.model.depth, remaining.tolist(), shared)
+        keep = folded(model, keep.model.depth, largest(learned, len(keep.remaining)), shared)
         facts |= {"gates": learned.tolist(), "by": repr(gates)}
     facts["remaining"] = list(keep.remaining)
     infos = describe_model(keep.model)[1]

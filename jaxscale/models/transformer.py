@@ -144,11 +144,11 @@ class Transformer(nnx.Module):
         c = self.config
         with jax.named_scope("embed"):
             x = self.embed(tokens if self.prompt is None else jnp.minimum(tokens, c.vocab - 1))
-            if c.embed_scale is not None:
-                x = x * jnp.asarray(c.embed_scale, x.dtype)
             if self.prompt is not None:
                 own = self.prompt(jnp.clip(tokens - c.vocab, 0, c.soft_prompt - 1))
                 x = jnp.where((tokens >= c.vocab)[..., None], own.astype(x.dtype), x)
+            if c.embed_scale is not None:  # of the prompt, too, whose vectors begin as rows of the table
+                x = x * jnp.asarray(c.embed_scale, x.dtype)
             if self.positions is not None:
                 if not packed:
                     check_positions(c, tokens.shape[1])

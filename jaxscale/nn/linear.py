@@ -132,9 +132,13 @@ def into(x: Float[Array, "b s e"], *linears: Linear, overlap: bool = False) -> l
       LayoutError: with `overlap`, the layout has a `tensor` axis and does not shard as the overlap needs.
     """
     if overlap and why_no_overlap(*_hidden(linears)) != "":
-        kernels, axes = tuple(m.matrix() for m in linears), tuple(m.axes for m in linears)
-        products = gather_matmul(x, kernels, axes, linears[0].weight.arithmetic(linears[0].arithmetic))
-        return [m.biased(y) for m, y in zip(linears, products, strict=True)]
+        numbers = [m.weight.arithmetic(m.arithmetic) for m in linears]
+        products: dict[int, Array] = {}
+        for own in dict.fromkeys(numbers):  # one ring for those in the same numbers
+            of = [n for n, other in enumerate(numbers) if other == own]
+            kernels, axes = tuple(linears[n].matrix() for n in of), tuple(linears[n].axes for n in of)
+            products |= zip(of, gather_matmul(x, kernels, axes, own), strict=True)
+        return [m.biased(products[n]) for n, m in enumerate(linears)]
     x = constrain(x, "batch", "seq", "embed")
     return [m(x) for m in linears]
 

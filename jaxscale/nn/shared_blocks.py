@@ -82,6 +82,10 @@ class ScaledColumns(Weight):
         y = as_weight(self.kernel).matmul(x, axes, contracted, arithmetic)
         return (y.astype(jnp.float32) * self.scale).astype(y.dtype)
 
+    def arithmetic(self, arithmetic: Arithmetic) -> Arithmetic:
+        """See `Weight`: that of the kernel."""
+        return as_weight(self.kernel).arithmetic(arithmetic)
+
     def dense(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """See `Weight`; multiplied in float32."""
         kernel = as_weight(self.kernel).dense()

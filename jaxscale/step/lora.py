@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, near
-from jaxscale.layout import Layout, TensorInfo, path_name
+from jaxscale.layout import STACKED, Layout, TensorInfo, path_name
 from jaxscale.nn import Linear, WeightFormat, as_weight
 from jaxscale.nn.adapted import Adapted
 from jaxscale.nn.linear import truncated_std
@@ -188,7 +188,7 @@ class LowRank:
             return self.infos
 
         def matrix(i: TensorInfo) -> bool:
-            return len([a for a in i.axes if a != "layers"]) > 1
+            return len([a for a in i.axes if a not in STACKED]) > 1
 
         def cast(i: TensorInfo) -> TensorInfo:
             return dataclasses.replace(i, dtype=jnp.dtype(base_dtype)) if matrix(i) else i

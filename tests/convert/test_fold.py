@@ -12,7 +12,7 @@ from flax import nnx
 
 import jaxscale as js
 from jaxscale.cli import main
-from jaxscale.convert.fold import Gates, folded, gated_loss
+from jaxscale.convert.fold import Gates, folded, gated_loss, largest
 from jaxscale.convert.grow import grow
 from jaxscale.errors import ConfigError
 from jaxscale.models import TransformerConfig
@@ -98,3 +98,9 @@ def test_a_folded_run_is_trained_from_and_generates(tmp_path, capsys):
     assert list(cached) == tokens[3:]
     with raises_saying(ConfigError, "fold it afterwards (jaxscale fold)"):
         grow(healed, tmp_path / "large", layers=4)
+
+
+def test_gates_that_are_not_finite_rank_no_layers():
+    assert largest(np.float32([0.2, 0.9, 0.1, 0.8]), 3) == [0, 1, 3]
+    with raises_saying(ConfigError, "rank no layers", "fold an earlier step"):
+        largest(np.float32([0.2, np.nan]), 1)

@@ -351,6 +351,16 @@ def test_kimi_k2_is_deepseek_v3_in_another_size():
     assert round(config.param_count() / 1e9) == 1026  # as published
 
 
+def test_granite4_with_layers_of_attention_alone_is_written_and_read_again():
+    dense = {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 8192}  # granite-4.0-micro
+    values = (
+        PUBLISHED["granite4_h_tiny"] | dense | {"position_embedding_type": "rope", "layer_types": ["attention"] * 40}
+    )
+    config = _read(values)
+    written = family_of(values, FAMILIES, "config.json").json(config, 131072)
+    assert same_model(_read(written), config)
+
+
 def test_long_phi3_goes_by_the_length_of_a_text_by_either_name_for_it():
     factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
     for kind in ("su", "longrope"):

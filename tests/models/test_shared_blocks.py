@@ -17,6 +17,10 @@ from jaxscale.infer.stages import stages_of
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import ReversibleRun, SharedBlocks
+from jaxscale.nn.formats import Stored
+from jaxscale.nn.shared_blocks import ScaledColumns
+from jaxscale.parallel import Arithmetic
+from jaxscale.step import LoRA
 from jaxscale.step.state import describe_model
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
@@ -84,6 +88,15 @@ def test_what_does_not_fit_is_refused_with_the_nearest_choice():
     graphdef, infos = describe_model(SHARED)
     with raises_saying(LayoutError, "only 2 groups of layers", "use pipeline=2, or at least 16 layers"):
         stages_of(nnx.merge(graphdef, infos).runs, Layout("pipeline=4"))
+
+
+def test_adapters_round_matrices_alone_and_stored_matrices_keep_their_numbers():
+    graphdef, infos = describe_model(SHARED)
+    base = LoRA(base_dtype="bfloat16").adapt(graphdef, infos).base["runs"][0]["blocks"][0]
+    assert base["attn_norm"]["scale"].dtype == "float32" and base["attn"]["q"]["kernel"].dtype == "bfloat16"
+    stored = Stored("int8", activations=8).encode(jnp.ones((16, 24)), (0,))
+    rounding = dataclasses.replace(Arithmetic.cast("float32"), reparametrised=jnp.round)
+    assert ScaledColumns(stored, jnp.ones(24), 1).arithmetic(rounding).reparametrised is None
 
 
 @pytest.mark.long

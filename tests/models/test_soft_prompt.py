@@ -22,7 +22,7 @@ from tests.truth.errors import raises_saying
 from tests.truth.long import short
 from tests.truth.params import random_params
 
-MODEL = TransformerConfig(depth=2, vocab=64, width=32, heads=2, hidden=32)
+MODEL = TransformerConfig(depth=2, vocab=64, width=32, heads=2, hidden=32, embed_scale=3.0)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 12)), jnp.int32)
 FIRST = TOKENS[0, :5]
 

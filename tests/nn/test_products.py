@@ -17,6 +17,7 @@ from jaxscale.layout import Boxes, Layout, constrain
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import MXFP8, Fp8, Int8, Linear, MemoryPolicy, MixtureOfExperts, ProductRule, Rounded, project
 from jaxscale.nn.adapted import Adapted
+from jaxscale.nn.linear import into
 from jaxscale.nn.products import HeadWeight, head_arithmetic, layers_of
 from jaxscale.parallel import Arithmetic, experts
 from jaxscale.parallel.collective_matmul import gather_matmul, matmul_scatter
@@ -172,6 +173,17 @@ def test_overlapped_products_are_those_of_one_device(recipe):
             apart = np.linalg.norm(a - b) / np.linalg.norm(b)
             assert 1e-4 < apart < {"int8": 0.01, "float8_e4m3fn": 0.04, "float8_e5m2": 0.08}[name]
         got, want = (y, dq, dh), (want_y, want_dq, want_dh)
+    assert_leaves_agree(got, want)
+
+
+def test_overlapped_layers_of_several_numbers_each_have_their_own():
+    q, k = (Linear({"embed": 8}, {"heads": 4}, rngs=nnx.Rngs(n)) for n in range(2))
+    k.arithmetic = Int8().arithmetic("float32")
+    (x,) = arrays((1, 4, 8))
+    want = [q(x), k(x)]
+    assert float(jnp.max(jnp.abs(want[1] - x @ k.kernel[...]))) > 1e-4
+    with Layout("tensor=2", sequence_sharded=True):
+        got = jax.jit(lambda x: into(constrain(x, "batch", "residual_seq", "embed"), q, k, overlap=True))(x)
     assert_leaves_agree(got, want)
 
 

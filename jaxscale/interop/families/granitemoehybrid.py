@@ -128,8 +128,8 @@ def _model(c: Fields) -> TransformerConfig:
 def _config(m: TransformerConfig) -> dict[str, Any]:
     mixers = [layer.mixer for layer in m.layer_specs()]
     mamba = next((x for x in mixers if isinstance(x, Mamba2)), None)
-    if mamba is None:
-        raise CheckpointError("blocks must have Mamba2(...)")
+    if mamba is None:  # Granite 4 without "h": layers of attention alone, and sizes of Mamba-2 that nothing has
+        mamba = Mamba2(heads=1, head_dim=m.sizes.width)
     heads, head_dim = mamba.heads or 2 * m.sizes.heads, mamba.head_dim or m.sizes.head_dim
     if heads * head_dim % m.sizes.width:
         raise CheckpointError(f"Mamba2 has {heads} heads of width {head_dim}, not a multiple of the model's width")

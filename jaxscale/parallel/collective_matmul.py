@@ -38,10 +38,13 @@ def why_no_overlap(*hidden: str) -> str | None:
       *hidden: logical axes of the hidden dimensions.
 
     Returns:
-      `None` if they can; "" if nothing is sent (no layout, or `tensor` has one device); else the reason.
+      `None` if they can; "" if there is nothing to overlap (no layout, `tensor` has one device, or the rules never
+      shard sequences, as those of generation); else the reason.
     """
     layout = current()
     if layout is None or not any(cut_over(axis) for axis in hidden):
+        return ""
+    if not any(layout.resolved_rules.target("activations", axis) for axis in ("seq", "residual_seq")):
         return ""
     seq, residual = cut_over("seq"), cut_over("residual_seq")
     ring = residual[len(seq) :]

@@ -21,7 +21,7 @@ from jaxscale.step import describe_model
 from tests.truth.compiled import nothing_is_compiled
 from tests.truth.errors import raises_saying
 from tests.truth.params import random_params
-from tests.truth.runs import STEPS, Bigram, bigram
+from tests.truth.runs import STEPS, Bigram, bigram, transformer, write_text
 
 CONFIG = js.models.Transformer.Config(depth=1, vocab=256, width=32, heads=2, hidden=64)
 PROMPTS = ["def ", "", "é\n", "a longer prompt"]
@@ -333,3 +333,16 @@ def test_a_reversible_model_generates_where_the_sequence_is_cut(finished_run):
     options = dict(temperature=0, max_tokens=3, ignore_end=True)
     cut = run.generate("def ", layout=js.Layout("context=2"), **options)
     assert cut.ids == run.generate("def ", **options).ids
+
+
+def test_a_run_of_overlapped_layers_generates_on_the_layout_that_it_trained_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXSCALE_CACHE", str(tmp_path / "cache"))
+    model = js.models.Transformer.Config(depth=1, width=32, heads=2, hidden=64, overlap=("attention", "mlp"))
+    layout = js.Layout("tensor=2", sequence_sharded=True)
+    config = transformer(write_text(tmp_path / "text"), model=model, layout=layout, steps=1, eval_batches=1)
+    run = js.fit(config, run=tmp_path / "run", quiet=True)
+    sharded, one = (
+        run.generate("def ", temperature=0, max_tokens=4, ignore_end=True, layout=where)
+        for where in (None, js.Layout("data=1"))
+    )
+    assert sharded.ids == one.ids

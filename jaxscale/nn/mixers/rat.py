@@ -61,7 +61,7 @@ class ChunkRecurrence(nnx.Module):
     ):
         linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         embed, wide = {"embed": width}, {"heads": heads, "head_dim": head_dim}
-        self.q, self.k = (linear(embed, {"heads": groups, "head_dim": head_dim}) for _ in range(2))
+        self.q, self.k = (linear(embed, {"kv_heads": groups, "head_dim": head_dim}) for _ in range(2))
         self.v, self.forget, self.gate = (linear(embed, wide) for _ in range(3))
         self.out = linear(wide, embed, scale=out_scale)
 
@@ -80,12 +80,15 @@ class ChunkRecurrence(nnx.Module):
         """Apply the layer; with a cache in the context, go on from the sequences' chunks."""
         with jax.named_scope("qkv"):
             linears = self.q, self.k, self.v, self.forget, self.gate
-            q, k, v, forget, gate = (constrain(y, *HEADS) for y in into(x, *linears))
+            q, k, v, forget, gate = into(x, *linears)
+            # groups may be fewer than the devices that heads are sharded over, and are repeated to as many as heads
+            q, k = (constrain(y, "batch", "seq", "kv_heads", "head_dim") for y in (q, k))
+            v, forget, gate = (constrain(y, *HEADS) for y in (v, forget, gate))
             bias = in_use(self.forget_bias.get_value(), ("heads", "head_dim"), jnp.float32)
             keep = jax.nn.sigmoid(forget.astype(jnp.float32) + bias)
         with jax.named_scope("mix"):
             positions = document_positions(context, x.shape[1])
-            q, k = (jnp.repeat(y, self.repeats, axis=2).astype(jnp.float32) for y in (q, k))
+            q, k = (constrain(jnp.repeat(y, self.repeats, axis=2), *HEADS).astype(jnp.float32) for y in (q, k))
             new = jnp.concatenate([k, v.astype(jnp.float32)], axis=-1)
             both = jnp.concatenate([keep, keep], axis=-1)
             inside = jnp.where((positions % self.chunk == 0)[..., None, None], 0, both)

@@ -136,7 +136,9 @@ def test_layouts_train_alike_in_packed_rows():
         depth=1, vocab=32, width=16, heads=2, hidden=16, blocks=(BlockConfig(RAT(chunk=3)),), positions=Rotary()
     )
     zigzag = dataclasses.replace(config, attention=js.nn.RingAttention())
+    fewer = BlockConfig(RAT(chunk=3, groups=1))  # than devices that heads are sharded over
     compare_layouts(config, [js.Layout("data=2,tensor=2,context=2")]).check()
+    compare_layouts(dataclasses.replace(config, blocks=(fewer,)), [js.Layout("tensor=2")]).check()
     compare_layouts(zigzag, [js.Layout("data=2,tensor=2,context=2")]).check()
 
 

@@ -22,6 +22,7 @@ from jaxscale.step.prepare import check_ids
 from jaxscale.testing import assert_layouts_agree, check_objective, random_batch, random_params
 from jaxscale.train import FromRun
 from tests.truth.errors import raises_saying
+from tests.truth.runs import write_text
 
 BACKBONE = TransformerConfig(vocab=32, depth=1, width=16, heads=2)
 MODEL = WithHead(BACKBONE)
@@ -125,10 +126,10 @@ def pairs(tmp_path, n=24):
 @pytest.fixture(scope="module")
 def backbone(tmp_path_factory):
     """A run of a language model alone."""
-    run = tmp_path_factory.mktemp("backbone") / "run"
+    folder = tmp_path_factory.mktemp("backbone")
     model = dataclasses.replace(BACKBONE, vocab=256)
-    more = dict(data=js.data.text_files(__file__), eval_batches=0)
-    return js.fit(run=run, model=model, seq_len=16, batch_size=4, steps=1, layout=None, quiet=True, **more)
+    more = dict(data=js.data.text_files(f"{write_text(folder / 'text')}/*.txt"), eval_batches=0)
+    return js.fit(run=folder / "run", model=model, seq_len=16, batch_size=4, steps=1, layout=None, quiet=True, **more)
 
 
 SETTINGS = dict(objective=RewardModel(), seq_len=16, batch_size=8, layout=None, quiet=True)
@@ -222,8 +223,8 @@ def test_other_differences_are_refused(backbone):
 def test_adapters_train_the_head(backbone, tmp_path, adapters):
     start = FromRun(str(backbone.path))
     more = dict(start=start, model=WithHead(), adapters=adapters, data=pairs(tmp_path), lr=1e-2)
-    run = js.fit(run=tmp_path / "run", steps=3, eval_batches=0, **more, **SETTINGS)
-    assert run.metrics()[-1]["loss"] < np.log(2) - 1e-3
+    run = js.fit(run=tmp_path / "run", steps=12, eval_batches=0, **more, **SETTINGS)
+    assert np.mean([row["loss"] for row in run.metrics()[-3:]]) < np.log(2) - 0.02
     assert np.any(run.params()["score"]["kernel"])
 
 

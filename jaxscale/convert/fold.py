@@ -214,8 +214,14 @@ def folded(
     if not isinstance(layers, int) or not 1 <= layers <= model.depth or layers % unit:
         fits = [n for n in range(unit, model.depth + 1, unit)]
         near = sorted(sorted(fits, key=lambda n: abs(n - layers))[:2])
-        why = f"choose {' or '.join(map(str, near))}" if near else f"it has fewer than the {unit} of one group"
-        raise ConfigError(f"layers = {layers}: the model has {model.depth} layers in groups of {unit}; {why}")
+        why = f"choose {' or '.join(map(str, near))}" if near else f"a group of {unit} layers is more than it has"
+        if not isinstance(layers, int) or not 1 <= layers <= model.depth:
+            raise ConfigError(f"layers = {layers}: the model has {model.depth} layers; {why}")
+        other = "" if shared is None else ", or another number of uses"
+        raise ConfigError(
+            f"layers = {layers} is not a multiple of {unit}, the layers of a group that repeats or shares matrices; "
+            f"{why}{other}"
+        )
     count = layers // len(group)
     remaining = tuple(range(count) if remaining is None else sorted(remaining))
     assert len(remaining) == count and all(0 <= k < repeats for k in remaining)

@@ -167,10 +167,14 @@ def _check_shared(c: TransformerConfig) -> None:
         unit = period * c.uses
         if (last - first) % unit:
             fits = [n for n in (last - (last - first) % unit, last + unit - (last - first) % unit) if n > 0]
+            repeats = (last - first) // period
+            uses = [] if (last - first) % period else [n for n in range(2, repeats + 1) if repeats % n == 0]
+            uses = sorted(sorted(uses, key=lambda n: abs(n - c.uses))[:2])
+            other = f", or SharedBlocks.uses = {' or '.join(map(str, uses))}" if uses else ""
             raise ConfigError(
-                f"Transformer.{name} = {last}: {last - first} layers are no whole number of groups of {unit}, "
-                f"{period} {'block' if period == 1 else 'blocks'} that SharedBlocks.uses = {c.uses} applies again; set "
-                f"Transformer.{name} = {' or '.join(map(str, fits))}"
+                f"Transformer.{name} = {last}: {last - first} layers do not divide into groups of {unit} that share "
+                f"matrices (SharedBlocks.uses = {c.uses}); set Transformer.{name} = {' or '.join(map(str, fits))}"
+                f"{other}"
             )
 
 

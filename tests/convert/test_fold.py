@@ -67,8 +67,10 @@ def test_a_folded_group_has_its_first_layers_matrices_and_every_layers_norms():
 
 
 def test_what_cannot_be_folded_is_refused_with_what_can():
-    with raises_saying(ConfigError, "4 layers in groups of 2; choose 2 or 4"):
+    with raises_saying(ConfigError, "layers = 3 is not a multiple of 2", "choose 2 or 4, or another number of uses"):
         folded(MODEL, 3, shared=SharedBlocks(2))
+    with raises_saying(ConfigError, "layers = 5: the model has 4 layers; choose 3 or 4"):
+        folded(MODEL, 5)
     with raises_saying(ConfigError, "fold the run it is from"):
         folded(folded(MODEL, 4, shared=SharedBlocks(2)).model, 2)
     with raises_saying(ConfigError, "one pattern of layers"):

@@ -77,7 +77,10 @@ def test_a_shared_block_computes_what_copies_of_it_in_each_layer_do():
 def test_what_does_not_fit_is_refused_with_the_nearest_choice():
     with raises_saying(ConfigError, "Transformer.depth = 7", "groups of 2", "set Transformer.depth = 6 or 8"):
         Small(depth=7, shared=SharedBlocks(2))
-    with raises_saying(ConfigError, "groups of 4, 2 blocks", "set Transformer.depth = 4 or 8"):
+    with raises_saying(ConfigError, "groups of 3", "depth = 3 or 6, or SharedBlocks.uses = 2 or 4"):
+        Small(depth=4, shared=SharedBlocks(3))
+    assert Small(depth=4, shared=SharedBlocks(4)).uses == 4
+    with raises_saying(ConfigError, "groups of 4", "set Transformer.depth = 4 or 8, or SharedBlocks.uses = 3"):
         dataclasses.replace(SHARED, depth=6)
     with raises_saying(ConfigError, "leave out Transformer.shared"):
         SharedBlocks(1)

@@ -77,8 +77,9 @@ def _check_not_called(value: object, expected: object, bindings: Mapping[Key, Bi
 def _hint(value: object, expected: object) -> str:
     if isinstance(value, ConfigurableReference) and not value.evaluate:
         return f"; write {words(value)}() for an instance"
-    if isinstance(value, str) and value.lower() in ("true", "false", "none"):
-        return f"; write {value.capitalize()}"
+    literals = {"true": True, "false": False, "none": None}
+    if isinstance(value, str) and value.lower() in literals:
+        return f"; write {value.capitalize()}" if fits(literals[value.lower()], expected, {}) else ""
     if typing.get_origin(expected) is typing.Literal and isinstance(value, str):
         return near(value, map(str, typing.get_args(expected)))
     if isinstance(value, str) and value in BY_NAME:

@@ -287,6 +287,11 @@ def test_a_fitting_value_is_accepted(line):
     config.load(bindings=[line])
 
 
+def test_none_is_advised_only_where_it_is_a_value():
+    assert refused("t_fit.steps = 'none'").endswith("t_fit.steps must be int, not 'none'")
+    assert refused("t_fit.optimizer = 'none'").endswith("; write None")
+
+
 def test_a_macro_is_checked_against_what_reads_it():
     assert "t_fit.steps must be int, not %rate" in refused("rate = 0.5", "t_fit.steps = %rate")
     assert refused("a = %b", "b = %a", "t_fit.lr = %a") == "a macro of the config refers to itself without end"

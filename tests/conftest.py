@@ -7,8 +7,6 @@ import importlib.metadata
 import os
 import signal
 import sys
-import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,7 +71,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out long tests of other shares, and skips what compiles for hardware whose compiler is missing."""
-    chosen = _share(config.getoption("--share"))
+    from tests.truth.long import share
+
+    chosen = share(config.getoption("--share"))
     others = [item for item in items if item.get_closest_marker("long") and not chosen(item.nodeid)]
     if others:
         config.hook.pytest_deselected(items=others)
@@ -101,14 +101,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         from tests.truth.programs import drop_programs  # imports JAX
 
         drop_programs(_MOST_MAPS)
-
-
-def _share(text: str) -> Callable[[str], bool]:
-    """Whether a test is in share `text` ("2/3"): by its name, so that a test stays in its share when others come."""
-    number, _, shares = text.partition("/")
-    if not (number.isdigit() and shares.isdigit() and 1 <= int(number) <= int(shares)):
-        raise pytest.UsageError(f"--share: {text!r} is not K/N with 1 <= K <= N, such as 2/3")
-    return lambda name: zlib.crc32(name.encode()) % int(shares) == int(number) - 1
 
 
 def _missing_compiler(name: str) -> str | None:

@@ -1,8 +1,9 @@
-"""Which values of a grid `make test` has, and which are left to `make test-all`."""
+"""Which values of a grid `make test` has, and which of the tests marked `long` a run of CI has."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -19,6 +20,14 @@ def short(count: int, values: Iterable[Any]) -> list[ParameterSet]:
     count = min(count, len(quick))
     stay = [quick[k * len(quick) // count] for k in range(count)]
     return [made if _is_long(made) or any(made is one for one in stay) else _long(made) for made in sets]
+
+
+def share(text: str) -> Callable[[str], bool]:
+    """Return whether a test is in share `text` ("2/3"): by its name, so that it stays there when other tests come."""
+    number, _, shares = text.partition("/")
+    if not (number.isdigit() and shares.isdigit() and 1 <= int(number) <= int(shares)):
+        raise pytest.UsageError(f"--share: {text!r} is not K/N with 1 <= K <= N, such as 2/3")
+    return lambda name: zlib.crc32(name.encode()) % int(shares) == int(number) - 1
 
 
 def _of(value: Any) -> ParameterSet:

@@ -71,8 +71,8 @@ class WithDraft:
             check_independent(model)
             if getattr(model, "prefix", ()):
                 raise ConfigError(
-                    "a draft and the model that it proposes to share their tokens, so that neither can have a soft "
-                    "prompt; leave out the draft"
+                    "a draft and its model generate from the same tokens, so that neither can have a soft prompt; "
+                    "leave out the draft"
                 )
         self.vocab = models[0].head_weight().shape[0]
         with self._under_layout():

@@ -118,7 +118,7 @@ def check_transformer(c: TransformerConfig) -> None:
     for rule in rules_of(c.products):
         if getattr(rule.products, "sums", False) and not c.overlap:
             raise ConfigError(
-                f"{type(rule.products).__name__}.sums = True is of overlapped layers, and there are none: set "
+                f"{type(rule.products).__name__}.sums = True acts in overlapped layers only, and there are none: set "
                 "Transformer.overlap = ('attention', 'mlp'), or leave sums False"
             )
     if c.blocks:
@@ -188,8 +188,7 @@ def check_row(c: TransformerConfig, seq: int) -> None:
     layout = current()
     if c.soft_prompt and layout is not None and layout.stages > 1:
         raise LayoutError(
-            "pipeline stages put no vectors before a row in training (Transformer.soft_prompt); use a mesh without "
-            "pipeline"
+            "a soft prompt (Transformer.soft_prompt) does not train on pipeline stages; use a mesh without pipeline"
         )
     seq += c.soft_prompt
     check_positions(c, seq)

@@ -54,8 +54,8 @@ def step(state: Array, chunk: Chunk, starts: Array, dtype: Any) -> tuple[Array, 
     mul = partial(product, dtype=dtype)
     size = q.shape[0]
     rows, columns = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
-    # Numbers of documents and sums of decays are of whole numbers and of a document's tokens alone, so that neither a
-    # value nor a gradient holds what other documents' sums would leave of them.
+    # Documents are numbered by whole numbers, and decays are summed within a document, so that no value and no gradient
+    # has the rounding error of another document's sums.
     runs_down, runs = _down(jnp.where(rows >= columns, starts, 0)), _across(starts, rows <= columns, rows == columns)
     last_run = runs[:, size - 1 :]
     sees, follows = (runs_down == runs) & (rows >= columns), (runs_down == runs) & (rows < columns)

@@ -510,6 +510,8 @@ def test_on_a_tpu_sums_of_overlapped_layers_travel_as_codes_and_the_plan_counts_
 
 def test_sums_without_overlapped_layers_are_refused():
     small = dict(depth=1, vocab=64, width=32, heads=4)
-    with raises_saying(ConfigError, "Int8.sums = True is of overlapped layers", "Transformer.overlap = ('attention',"):
+    with raises_saying(
+        ConfigError, "Int8.sums = True acts in overlapped layers only", "Transformer.overlap = ('attention',"
+    ):
         TransformerConfig(**small, products=Int8(sums=True))
     TransformerConfig(**small, products=Int8(sums=True), overlap=("attention", "mlp"))

@@ -78,8 +78,8 @@ def _mamba(c: Fields, width: int) -> Mamba2:
     head_dim = inner // heads if head_dim == "auto" else head_dim
     if heads * head_dim != inner:
         raise CheckpointError(
-            f"{c.what} has {heads} mamba_n_heads of width {head_dim}, which are not mamba_expand times as wide as the "
-            f"model, {inner}"
+            f"{c.what} has {heads} mamba_n_heads of width {head_dim}, together {heads * head_dim}, and mamba_expand "
+            f"makes {inner} of the model's width"
         )
     return Mamba2(heads, head_dim, c.size("mamba_d_state", 256), c.size("mamba_n_groups", 1), c.size("mamba_d_conv", 4))
 
@@ -128,7 +128,7 @@ def _model(c: Fields) -> TransformerConfig:
 def _config(m: TransformerConfig) -> dict[str, Any]:
     mixers = [layer.mixer for layer in m.layer_specs()]
     mamba = next((x for x in mixers if isinstance(x, Mamba2)), None)
-    if mamba is None:  # Granite 4 without "h": layers of attention alone, and sizes of Mamba-2 that nothing has
+    if mamba is None:  # Granite 4 without "h": layers of attention alone; the sizes of Mamba-2 are of nothing
         mamba = Mamba2(heads=1, head_dim=m.sizes.width)
     heads, head_dim = mamba.heads or 2 * m.sizes.heads, mamba.head_dim or m.sizes.head_dim
     if heads * head_dim % m.sizes.width:

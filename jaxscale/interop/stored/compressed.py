@@ -211,12 +211,10 @@ class CompressedTensors(QuantisedLayout):
             raise CheckpointError("its products round activations otherwise than those of w8a8")
         if kind.numbers == "e2m1":
             if (kind.rows, kind.columns, kind.scale) not in ((1, 32, "e8m0"), (1, 16, "e4m3")):
-                raise CheckpointError(
-                    "fp4 has powers of two for 32 inputs (mxfp4) in it, or the scales of nvfp4 for 16"
-                )
+                raise CheckpointError("its fp4 has a power of two for 32 inputs (mxfp4), or nvfp4's scales for 16")
             return kind
         if kind.scale in ("e8m0", "e4m3"):
-            raise CheckpointError("only fp4 has scales of few bits in it")
+            raise CheckpointError("only its fp4 has scales of few bits")
         if kind.numbers == "e4m3":
             if (kind.rows is None) != (kind.columns is None) and kind.rows != 1:
                 raise CheckpointError("blocks of fp8 have a number of outputs and of inputs")

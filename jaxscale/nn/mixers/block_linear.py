@@ -112,7 +112,7 @@ class BlockLinearAttention(nnx.Module):
             return out, after
         if self.block is None:
             raise ConfigError(
-                "BlockLinear.block = None is full attention, which cannot go on from a cache; set a block"
+                "BlockLinear.block = None is full attention, which cannot go on from a cache; set a number"
             )
         first = jnp.broadcast_to(jnp.arange(1, real.shape[1] + 1) % self.block == 0, real.shape)
         q, k, v, starts = (jnp.flip(x, 1) for x in (q, k, v, first))

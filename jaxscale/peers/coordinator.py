@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from jaxscale.peers.messages import TEXT_LIMIT, TOKEN, Channel, Message, OtherToken, PeerLost, listen
+from jaxscale.peers.messages import TEXT_LIMIT, TOKEN, Channel, Message, OtherToken, PeerLost, close_listener, listen
 
 ATTEMPTS = 3
 """A member that others cannot reach is removed after this many failed attempts at one mean."""
@@ -39,6 +39,8 @@ class _Peer:
       round: exchanges that its state has taken part in.
       digest: of its shared state.
       number: its number as a member, or `None` while it waits.
+      source: who sends it the shared state, or `None` if its own is that of the others.
+      transfer: the number of that transfer.
       ready: the digest of its shared state, once it waits for the mean of the round.
       reply: its report on the current attempt: the digest of the mean, or `None` and the number of who was lost.
       refused: whether it is no longer wanted.
@@ -50,6 +52,8 @@ class _Peer:
     round: int
     digest: str
     number: int | None = None
+    source: _Peer | None = None
+    transfer: int = 0
     ready: str | None = None
     reply: tuple[str | None, int | None] | None = None
     refused: bool = False
@@ -101,6 +105,7 @@ class Coordinator:
         self._settings: dict[str, str] | None = None
         self._shares = 0
         self._attempt, self._attempts, self._blamed = 0, 0, Counter[int]()
+        self._transfers = 0
         self._running: list[_Peer] = []  # members of the current attempt; empty between attempts
         self._first_ready: float | None = None
         self._counted: list[int] = []
@@ -128,7 +133,7 @@ class Coordinator:
 
     def close(self) -> None:
         """Close all connections."""
-        self._listener.close()
+        close_listener(self._listener)
         with self._lock:
             for peer in (*self._members, *self._waiting):
                 peer.channel.finish_sending() if self._done else peer.channel.close()
@@ -234,6 +239,8 @@ class Coordinator:
         for group in (self._members, self._waiting):
             if peer in group:
                 group.remove(peer)
+        for newcomer in [p for p in self._members if p.source is peer and p.ready is None]:
+            self._broadcast([newcomer], "source lost", transfer=newcomer.transfer)
         if peer in self._running:
             self._running.remove(peer)
             if peer.reply is None or peer.reply[0] is None:
@@ -313,12 +320,15 @@ class Coordinator:
             self._waiting.remove(peer)
             self._members.append(peer)
             self.unfinished.discard(peer.name)
+            peer.source = None if own else source
             if not own:
-                send.append({"number": number, "host": peer.address[0], "port": peer.address[1]})
+                self._transfers += 1
+                peer.transfer = self._transfers
+                send.append({"transfer": peer.transfer, "host": peer.address[0], "port": peer.address[1]})
             peer.round = self.round
         for peer in new:
-            own = not any(s["number"] == peer.number for s in send)
-            fields = {"number": peer.number, "round": self.round, "source": None if own else source.number}
+            transfer = peer.source and peer.transfer
+            fields = {"number": peer.number, "round": self.round, "transfer": transfer}
             self._broadcast([peer], "begin", **fields, send=send if peer is source else [])
             self._say(f"{peer} trains from the end of round {self.round}")
         return send

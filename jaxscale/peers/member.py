@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.errors import LOST, MISTAKE, RunError
-from jaxscale.peers.messages import TOKEN, Channel, Message, OtherToken, PeerLost, listen
+from jaxscale.peers.messages import TOKEN, Channel, Message, OtherToken, PeerLost, close_listener, listen
 from jaxscale.peers.reduce import Arrays, Errors, MemberLost, Packing, Reduced, all_reduce
 
 STATE = 300.0
@@ -135,32 +135,31 @@ class Member:
         """
         self._send("hello", round=round, digest=digest, port=self._listener.getsockname()[1], **self._hello)
         while (begin := self._order("begin", stopping=stopping)) is not None:
-            self._number, now, key = int(begin["number"]), int(begin["round"]), ("state", int(begin["round"]))
-            if begin["source"] is None:
+            self._number, now = int(begin["number"]), int(begin["round"])
+            if begin["transfer"] is None:
                 return Joined(self._number, now, None, list(begin["send"]))
+            key = ("state", int(begin["transfer"]))
             with contextlib.suppress(PeerLost):
                 with contextlib.closing(self._from_member(key, STATE)) as channel:
                     _, state = channel.receive(size)
                 if len(state) == size:
                     return Joined(self._number, now, state, [])
-            with self._change:
-                self._given_up.add(key)
+            self._give_up(key)
             self._send("not joined")
         return None
 
-    def pass_on(self, newcomers: Sequence[dict[str, Any]], round: int, state: Sequence[np.ndarray]) -> None:
+    def pass_on(self, newcomers: Sequence[dict[str, Any]], state: Sequence[np.ndarray]) -> None:
         """Send the shared state to newcomers; one that is lost meanwhile is left out.
 
         Args:
           newcomers: their addresses, from `join` or `exchange`.
-          round: exchanges that counted so far.
           state: the arrays of the shared state.
         """
         for to in newcomers:
             with contextlib.suppress(PeerLost):
                 link = Channel.connect((to["host"], to["port"]), self._token, self._slow)
                 with contextlib.closing(link):
-                    link.send("state", round=round)
+                    link.send("state", transfer=to["transfer"])
                     link.send("numbers", [np.ascontiguousarray(a) for a in state])
                     link.finish_sending()
                     with contextlib.suppress(PeerLost):
@@ -241,7 +240,7 @@ class Member:
     def close(self) -> None:
         """Close all connections; the others go on without this member."""
         self._closed = True
-        self._listener.close()
+        close_listener(self._listener)
         self._channel.close()
         with self._change:
             for link in (*self._links, *self._arrived.values()):
@@ -282,6 +281,8 @@ class Member:
                 message, _ = self._channel.receive()
                 if message["type"] == "abort":
                     self._abort(int(message["attempt"]))
+                elif message["type"] == "source lost":
+                    self._give_up(("state", int(message["transfer"])))
                 elif message["type"] != "alive":
                     self._orders.put(message)
         except PeerLost as e:
@@ -299,6 +300,12 @@ class Member:
                     link.close()
                 self._change.notify_all()
 
+    def _give_up(self, key: tuple[Any, ...]) -> None:
+        """Wait no longer for a connection."""
+        with self._change:
+            self._given_up.add(key)
+            self._change.notify_all()
+
     def _accept(self) -> None:
         """Thread: accept other members' connections."""
         while not self._closed:
@@ -315,7 +322,7 @@ class Member:
             if message["type"] == "numbers":
                 key: tuple[Any, ...] = ("numbers", int(message["attempt"]), int(message["member"]))
             else:
-                key = ("state", int(message["round"]))
+                key = ("state", int(message["transfer"]))
         except (PeerLost, KeyError, ValueError, TypeError):
             sock.close()
             return
@@ -331,6 +338,8 @@ class Member:
         until = time.monotonic() + seconds
         with self._change:
             while key not in self._arrived:
+                if key in self._given_up:
+                    raise PeerLost("who was to send it is lost")
                 if key[0] == "numbers" and self._aborted and self._attempt == key[1]:
                     raise PeerLost("another member was lost")
                 if not self._change.wait(max(until - time.monotonic(), 0)):

@@ -33,7 +33,7 @@ TOKEN = "JAXSCALE_PEERS_TOKEN"
 TEXT_LIMIT = 1 << 16
 """The most bytes of a message's text."""
 
-_MAGIC = b"jaxscale peers 1\n"
+_MAGIC = b"jaxscale peers 2\n"
 _HEAD = struct.Struct("!IQ")  # bytes of text, bytes of the payload
 _NONCE = 32
 _GREETING = 10.0  # seconds, for all of a greeting
@@ -231,6 +231,13 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as e:
         raise ConfigError(f"cannot listen at {host}:{port}: {e}; choose another port, or 0 for a free one") from None
+
+
+def close_listener(listener: socket.socket) -> None:
+    """Close a listening socket; a thread that accepts on it goes on and ends."""
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
 
 
 def address_of(text: str) -> tuple[str, int]:

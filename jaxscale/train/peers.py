@@ -114,7 +114,7 @@ class Group(Alone):
             self.member.close()
             raise RunError(f"{self.name} was stopped while it waited for other peers; nothing was trained")
         self.number, self.round = joined.number, joined.round
-        self.member.pass_on(joined.newcomers, joined.round, jax.tree.leaves(shared))
+        self.member.pass_on(joined.newcomers, jax.tree.leaves(shared))
         if joined.state is not None:
             state = self._joined(state, _from_bytes(joined.state, shared))
             step = np.asarray(joined.round * meeting.every, np.int32)
@@ -156,7 +156,7 @@ class Group(Alone):
             mean = jax.tree.unflatten(structure, [jnp.asarray(m) for m in means])
             shared = jax.device_get(meeting.moved(jax.tree.map(jnp.asarray, shared), mean))
         state = self._joined(state, shared)
-        member.pass_on(counted.newcomers, self.round, jax.tree.leaves(shared))
+        member.pass_on(counted.newcomers, jax.tree.leaves(shared))
         if counted.members != self.members:
             self.members = counted.members
             self.say(f"the mean after step {step} is that of {len(self.members)} peers: {self.members}")

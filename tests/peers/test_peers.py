@@ -105,7 +105,7 @@ class Trainer:
         if joined.state is not None:
             self.state = np.frombuffer(joined.state, np.float32).reshape(6, 2).copy()
         self.round, self.first, self.number = joined.round, joined.round, joined.number
-        self.m.pass_on(joined.newcomers, self.round, [self.state])
+        self.m.pass_on(joined.newcomers, [self.state])
         while self.round < self.rounds:
             before(self.round)
             if self.round == die_at:
@@ -114,7 +114,7 @@ class Trainer:
             counted = self.m.exchange(sha(self.state), [self.delta()], Plain(), self.errors)
             self.state, self.round = self.state - counted.reduced.mean[0], self.round + 1
             self.seen.append(counted.members)
-            self.m.pass_on(counted.newcomers, self.round, [self.state])
+            self.m.pass_on(counted.newcomers, [self.state])
         self.m.finish()
         return self
 
@@ -244,6 +244,22 @@ def test_a_newcomer_gets_the_state_of_the_others_and_takes_a_free_share():
     assert [len(m) for m in a.seen] == [2, 2, 3, 3]
 
 
+def test_a_newcomer_does_not_wait_for_the_state_of_a_peer_that_is_lost():
+    with coordinator(least=2) as one:
+        source = stranger(one, digest="other")
+        until(lambda: any(line.startswith("odd has joined") for line in one.lines))
+        a, b = (Trainer(one, name, value, 1) for name, value in (("a", 1.0), ("b", 2.0)))
+
+        def lost():
+            assert [s["transfer"] for s in answer(source, "begin")["send"]] == [1]
+            source.close()
+            until(lambda: any("odd (peer 0) is lost" in line for line in one.lines))
+            b.run()
+
+        together(a.run, lost, limit=10)  # where a newcomer waits up to 5 minutes for a state
+    assert a.seen == b.seen == [[0, 1]] and a.state.tobytes() == b.state.tobytes()
+
+
 def test_a_peer_whose_shared_state_differs_is_refused_and_named():
     with coordinator(least=3) as one:
         a, b, c = (Trainer(one, name, 1.0, 3) for name in "abc")
@@ -355,6 +371,7 @@ def test_who_sends_what_cannot_be_read_is_lost_and_the_others_go_on(damage):
         a = Trainer(one, "a", 1.0, 2)
 
         def odd():
+            until(lambda: any(line.startswith("a has joined") for line in one.lines))
             channel = stranger(one)
             answer(channel, "begin")
             channel.send("ready", digest=sha(a.state))
@@ -384,7 +401,7 @@ def test_a_member_of_its_own_refuses_noise_and_ends_when_the_coordinator_sends_n
             channel = Channel(server.accept()[0], "", accepted=True, silence=5.0)
             hello = answer(channel, "hello")
             other = Channel.connect(("127.0.0.1", hello["port"]), "", 5.0)
-            other._sock.sendall(text(b'{"type": "state", "round": 1e999}'))
+            other._sock.sendall(text(b'{"type": "state", "transfer": 1e999}'))
             with pytest.raises(PeerLost, match="closed"):
                 other.receive()
             channel._sock.sendall(text(b'{"type": "abort", "attempt": [1]}'))

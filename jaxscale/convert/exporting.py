@@ -200,7 +200,10 @@ def _length(run: Run, source: dict[str, Any]) -> int:
 
 def _config(family: Family, model: TransformerConfig, source: dict[str, Any], length: int, run: Run) -> dict[str, Any]:
     """Return the config.json: the one that the run was imported with, if it still describes the model."""
-    if source.get("model_type") == family.model_type and same_model(family.model(Fields(source, CONFIG)), model):
+    described = family.model(Fields(source, CONFIG)) if source.get("model_type") == family.model_type else None
+    if described is not None and not model.multi_token:
+        described = dataclasses.replace(described, multi_token=0)  # files without the modules are read as that
+    if described is not None and same_model(described, model):
         config = {k: v for k, v in source.items() if k != FIELD}  # the weights that are written are not quantised
         config[next((k for k in ("dtype", "torch_dtype") if k in config), "torch_dtype")] = model.param_dtype
         return config

@@ -31,6 +31,8 @@ class Family:
       table: a `Map` per tensor (see `jaxscale.interop.maps`), or a function that returns them for a config.
       ignored: regular expressions of tensor names that are not part of the model; "{depth}" is its number of layers.
       prefix: prefix of tensor names that checkpoints of the model without its head lack.
+      module: name of a tensor of the first module of multi-token prediction, with "{depth}"; a model whose files lack
+        it has none, since `transformers` saves models without them. `None` if the family has no such modules.
     """
 
     model_type: str
@@ -40,6 +42,7 @@ class Family:
     table: tuple[Map, ...] | Callable[[TransformerConfig], tuple[Map, ...]]
     ignored: tuple[str, ...] = ()
     prefix: str = ""
+    module: str | None = None
 
     def bind(self, config: TransformerConfig) -> list[Bound]:
         """Match every parameter of a model with its `Map`.

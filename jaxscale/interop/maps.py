@@ -32,6 +32,7 @@ Region = tuple[tuple[int, int], ...]
 """(start, stop) along each dimension."""
 
 _BLOCK = re.compile(r"runs/(\d+)/blocks/(\d+)/(.+)")
+_AHEAD = re.compile(r"multi_token/(\d+)/run/blocks/0/(.+)")
 _NUMBERED = re.compile(r"\{(\w+)\}")
 
 
@@ -221,20 +222,14 @@ def bind(table: Iterable[Map], infos: Iterable[TensorInfo], runs: Sequence[tuple
     matched: list[tuple[Map, TensorInfo, tuple[int, ...], dict[str, int]]] = []
     unmatched = []
     for info in infos:
-        block = _BLOCK.fullmatch(info.path)
-        path = block[3] if block else info.path
+        path, layers = _in_block(info.path, runs, firsts)
         prefix = info.path.removesuffix(path)
-        candidates = lines.get((path, block is not None), [])
+        candidates = lines.get((path, bool(layers)), [])
         line = next((m for m in candidates if not m.beside or prefix + m.beside in paths), None)
         if line is None:
             unmatched.append(info.path)
             continue
-        layers: tuple[int, ...] = ()
-        if block:
-            run, j = int(block[1]), int(block[2])
-            group, repeats = runs[run]
-            layers = tuple(firsts[run] + i * len(group) + j for i in range(repeats))
-        matched.append((line, info, layers, _sizes(line, info, bool(block))))
+        matched.append((line, info, layers, _sizes(line, info, bool(layers))))
     if unmatched:
         raise CheckpointError(f"the table has no line for {_list(unmatched)}")
     lengths_of = {(info.path.rpartition(m.path)[0], m.path): _along(m, sizes) for m, info, _, sizes in matched}
@@ -246,6 +241,22 @@ def bind(table: Iterable[Map], infos: Iterable[TensorInfo], runs: Sequence[tuple
             total, offset = sum(lengths), sum(lengths[: line.parts.index(line.path)])
         bound.append(Bound(line, info.path, tuple(info.shape), np.dtype(info.dtype), layers, sizes, total, offset))
     return bound
+
+
+def _in_block(
+    path: str, runs: Sequence[tuple[Sequence[Any], int]], firsts: Sequence[int]
+) -> tuple[str, tuple[int, ...]]:
+    """Return a parameter's path within its block, and the layers that it is stacked over; all of the path and `()`.
+
+    The block of module k of multi-token prediction is layer depth + k of theirs.
+    """
+    if block := _BLOCK.fullmatch(path):
+        run, j = int(block[1]), int(block[2])
+        group, repeats = runs[run]
+        return block[3], tuple(firsts[run] + i * len(group) + j for i in range(repeats))
+    if ahead := _AHEAD.fullmatch(path):
+        return ahead[2], (firsts[-1] + int(ahead[1]),)
+    return path, ()
 
 
 def _along(line: Map, sizes: dict[str, int]) -> int:

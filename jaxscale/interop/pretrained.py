@@ -106,6 +106,9 @@ def open_pretrained(
         tensors = Added(tensors, adapters, family.prefix)
     fields = Fields(values, str(file))
     config = _model(family, fields, len(tensors))
+    if config.multi_token and family.module is not None:
+        if family.module.format(depth=config.depth) not in tensors:
+            config = dataclasses.replace(config, multi_token=0)
     length = fields.size("max_position_embeddings", 0) or fields.size("n_positions", 2048)
     unread = fields.unread()
     if unread:

@@ -14,6 +14,7 @@ The module that it makes needs only parameters with axis names:
 
     LanguageModel         hidden, head_weight, logit_softcap    next-token objectives
     ReportsStats          hidden_and_stats                      auxiliary losses of layers (load balance)
+    PredictsAhead         ahead, hidden_ahead                   multi-token prediction
     ReordersTokens        order                                 attention on reordered sequences (zigzag)
     Stackable             runs                                  scanned stacks of layers
     Stageable             ... begin, context, layers, finish    pipeline stages
@@ -279,6 +280,28 @@ class ReportsStats(Protocol):
 
     def hidden_and_stats(self, tokens: Int[Array, "b s"], **inputs: Any) -> tuple[Float[Array, "b s e"], Stats]:
         """Return what `LanguageModel.hidden` returns, and the statistics of the layers."""
+        ...
+
+
+@runtime_checkable
+class PredictsAhead(Protocol):
+    """A language model with modules that predict tokens after the next one (multi-token prediction)."""
+
+    @property
+    def ahead(self) -> int:
+        """The number of modules."""
+        ...
+
+    def hidden_ahead(
+        self, hidden: Float[Array, "b s e"], tokens: Sequence[Int[Array, "b s"]], **inputs: Any
+    ) -> tuple[list[Float[Array, "b s e"]], Stats]:
+        """Return for each depth k the hidden states that predict token i + k + 1, and the statistics of the layers.
+
+        Args:
+          hidden: the result of `hidden`.
+          tokens: for each depth k from 1 the ids of token i + k at position i.
+          **inputs: `positions`, `segment_ids`, `key`, `rows` and `arranged`, as of `hidden`.
+        """
         ...
 
 

@@ -18,6 +18,7 @@ from jaxscale.layout import constrain
 from jaxscale.layout.tensors import Tree
 from jaxscale.models.base import arrange
 from jaxscale.models.block_config import LayerSpec
+from jaxscale.models.multi_token import MultiToken
 from jaxscale.models.positions import rotary_of
 from jaxscale.models.soft_prompt import with_prompt
 from jaxscale.models.transformer_checks import check_order, check_positions
@@ -75,6 +76,9 @@ class Transformer(nnx.Module):
         self.norm = config.norm(z.width, eps=config.norm_eps, **types)
         head = functools.partial(Embedding, config.vocab, z.width, scale=z.width**-0.5, rngs=rngs, **types)
         self.head = None if config.tied else head()
+        last = functools.partial(_make_group, config, layers[-1:])
+        ahead = [MultiToken(config, last, first=config.depth + k, rngs=rngs) for k in range(config.multi_token)]
+        self.multi_token = nnx.List(ahead) if ahead else None
         self.head_arithmetic = head_arithmetic(config.products, config.dtype)
         apply_products(self, config.products)
 
@@ -122,6 +126,54 @@ class Transformer(nnx.Module):
         if cache is None and self.prompt is not None:
             x = constrain(x[:, self.config.soft_prompt :], "batch", "seq", "embed")
         return (x if order is None or arranged else arrange(x, np.argsort(order), "embed")), stats
+
+    @property
+    def ahead(self) -> int:
+        """The number of modules that predict further tokens."""
+        return self.config.multi_token
+
+    def hidden_ahead(
+        self,
+        hidden: Float[Array, "b s e"],
+        tokens: Sequence[Int[Array, "b s"]],
+        *,
+        positions: Int[Array, "b s"] | None = None,
+        segment_ids: Int[Array, "b s"] | None = None,
+        key: Array | None = None,
+        rows: Int[Array, " b"] | None = None,
+        arranged: bool = False,
+    ) -> tuple[list[Float[Array, "b s e"]], Stats]:
+        """Return the hidden states that predict tokens further ahead; see `jaxscale.models.base.PredictsAhead`.
+
+        Args:
+          hidden: the result of `hidden`, in the columns' order that `arranged` names.
+          tokens: for each depth k from 1 the ids of token i + k at position i.
+          positions: as of `hidden_and_stats`, as are all others.
+          segment_ids: as there.
+          key: as there.
+          rows: as there.
+          arranged: as there.
+        """
+        order = self.order(hidden.shape[1])
+        each: Any = (hidden, tuple(tokens), positions, segment_ids)
+        if order is not None and not arranged:
+            each = (arrange(hidden, order, "embed"), *arrange(each[1:], order))
+        hidden, tokens, positions, segment_ids = each
+        inputs: dict[str, Any] = dict(segment_ids=segment_ids, key=key, rows=rows)
+        context = self.context(hidden.shape[1], positions=positions, order=order, **inputs)
+        states, reported = [], []
+        for k, (module, ids) in enumerate(zip(self.multi_token or (), tokens, strict=True)):
+            with jax.named_scope(f"multi_token/{k}"):
+                embedded = self.embed(ids)
+                if self.config.embed_scale is not None:
+                    embedded = embedded * jnp.asarray(self.config.embed_scale, embedded.dtype)
+                hidden, stats = module(hidden, embedded, context)
+                scale = self._logit_scale
+                states.append(hidden if scale == 1 else hidden * jnp.asarray(scale, hidden.dtype))
+            reported.append(stats)
+        if order is not None and not arranged:
+            states = arrange(states, np.argsort(order), "embed")
+        return states, total(reported)
 
     # The parts of `hidden`, which pipeline stages call one by one.
 
@@ -215,10 +267,14 @@ class Transformer(nnx.Module):
         with jax.named_scope("norm"):
             c = self.config
             x = constrain(self.norm(c.stack.leave(x, jnp.dtype(c.dtype))), "batch", "seq", "embed")
-        scale = c.logit_scale * (1 if c.widening is None else c.widening.logits)
-        if scale != 1:
-            x = x * jnp.asarray(scale, x.dtype)  # here, so that every loss and head has the factor
+        if self._logit_scale != 1:
+            x = x * jnp.asarray(self._logit_scale, x.dtype)  # here, so that every loss and head has the factor
         return x
+
+    @property
+    def _logit_scale(self) -> float:
+        c = self.config
+        return c.logit_scale * (1 if c.widening is None else c.widening.logits)
 
     def order(self, seq_len: int) -> Int[np.ndarray, "s"] | None:
         """Return the position of each column, in the column order that layers need under the layout in force.

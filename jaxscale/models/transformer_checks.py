@@ -87,6 +87,7 @@ def check_transformer(c: TransformerConfig) -> None:
         raise ConfigError(
             "a soft prompt shifts all tokens, and this model adds learned positions; use a model with rotary positions"
         )
+    _check_multi_token(c)
     check_call("Transformer.norm", c.norm, ("width",), ("eps", *types))
     check_call("Transformer.embedding", c.embedding, ("vocab", "width"), ("scale", "rngs", *types))
     if not c.windows:
@@ -156,6 +157,31 @@ def check_transformer(c: TransformerConfig) -> None:
             )
 
 
+def _check_multi_token(c: TransformerConfig) -> None:
+    if isinstance(c.multi_token, bool) or not isinstance(c.multi_token, int) or c.multi_token < 0:
+        raise ConfigError(f"Transformer.multi_token = {c.multi_token!r}: must be a whole number of modules, 0 for none")
+    if not c.multi_token:
+        return
+    if c.soft_prompt:
+        raise ConfigError("Transformer.multi_token does not work with a soft prompt; set Transformer.multi_token = 0")
+    if c.parametrisation is not None:
+        raise ConfigError(
+            f"{type(c.parametrisation).__name__} has no rule for the modules of Transformer.multi_token; set "
+            "Transformer.parametrisation = None"
+        )
+    if not c.causal:
+        raise ConfigError(
+            "Transformer.multi_token predicts tokens that a model with attention in both directions has seen; set "
+            "Transformer.multi_token = 0"
+        )
+    last = c.layer_specs()[-1].mixer
+    if getattr(last, "reads", None) is not None:
+        raise ConfigError(
+            f"Transformer.multi_token repeats the last layer's block, and {type(last).__name__} reads an earlier one "
+            "of its pattern; end Transformer.blocks with another mixer, or set Transformer.multi_token = 0"
+        )
+
+
 def _check_shared(c: TransformerConfig) -> None:
     if c.shared is None:
         return
@@ -189,6 +215,10 @@ def check_row(c: TransformerConfig, seq: int) -> None:
     if c.soft_prompt and layout is not None and layout.stages > 1:
         raise LayoutError(
             "a soft prompt (Transformer.soft_prompt) does not train on pipeline stages; use a mesh without pipeline"
+        )
+    if c.multi_token and layout is not None and layout.stages > 1:
+        raise LayoutError(
+            "the modules of Transformer.multi_token do not train on pipeline stages; use a mesh without pipeline"
         )
     seq += c.soft_prompt
     check_positions(c, seq)

@@ -19,7 +19,7 @@ from jaxscale.models.block_config import BlockConfig, LayerSpec
 from jaxscale.models.positions import Learned, rotary_of
 from jaxscale.models.sizes import Sizes, gated
 from jaxscale.models.transformer_checks import check_row, check_transformer, idle
-from jaxscale.models.transformer_formulas import forward_products, residuals
+from jaxscale.models.transformer_formulas import ahead_products, forward_products, residuals
 from jaxscale.nn import (
     AttentionKernel,
     AttentionLayer,
@@ -97,6 +97,7 @@ class TransformerConfig:
       post_norm: norms after each sub-layer (Gemma 2).
       embedding: `Embedding`, or `StableEmbedding` for training with 8-bit optimizer states.
       soft_prompt: number of vectors before each row, in place of token embeddings (`SoftPrompt` trains them alone).
+      multi_token: number of modules that predict further tokens (DeepSeek-V3: 1); `NextTokens` trains them.
       embed_scale: factor on token embeddings (Gemma: sqrt of the width), or `None`.
       dropout: dropout probability on each sub-layer's output in training.
       dtype: dtype of the computation; norms, softmax and loss are float32 in any case.
@@ -148,6 +149,7 @@ class TransformerConfig:
     post_norm: bool = False
     embedding: Callable[..., Embedding] = Embedding
     soft_prompt: int = 0
+    multi_token: int = 0
     embed_scale: float | None = None
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -229,6 +231,8 @@ class TransformerConfig:
             return "Transformer.shared"
         if self.soft_prompt:
             return "Transformer.soft_prompt"
+        if self.multi_token:
+            return "Transformer.multi_token"
         if MemoryPolicy.of(self.memory).fp8:
             return "MemoryPolicy.fp8"
         uncovered = [m for m in (self.attention_layer, *self.other_mixers) if not m.in_formulas]
@@ -428,14 +432,16 @@ class TransformerConfig:
 
         A multiply-add is two FLOPs. Of a layer's experts, those chosen for a token count. Attention counts only pairs
         of tokens that the causal mask and window leave. A backward pass counts as two forward passes, and
-        recomputation is not counted, nor are lookups, norms and softmax.
+        recomputation is not counted, nor are lookups, norms and softmax. The modules of `multi_token` are part of
+        training alone.
 
         Args:
           batch: number of rows.
           seq: tokens per row.
           training: forward and backward pass; else the forward pass only.
         """
-        return sum(self.product_flops(batch, seq).values()) * (3 if training else 1)
+        forward = sum(self.product_flops(batch, seq).values())
+        return 3 * (forward + sum(ahead_products(self, batch, seq).values())) if training else forward
 
     def product_flops(self, batch: int, seq: int) -> dict[str, int]:
         """Return the FLOPs of a forward pass by the name of the product's result, over all layers.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
 from jaxscale.errors import ConfigError
 from jaxscale.layout import TensorInfo
+from jaxscale.models.block_config import LayerSpec
 from jaxscale.models.sizes import gated, hidden_width, router_width
 from jaxscale.nn import MixtureOfExperts, dot_product_attention
 
@@ -24,12 +26,30 @@ def forward_products(config: TransformerConfig, batch: int, seq: int) -> dict[st
       batch: number of rows.
       seq: tokens per row.
     """
+    return _products(config, config.layer_specs(), batch, seq)
+
+
+def ahead_products(config: TransformerConfig, batch: int, seq: int) -> dict[str, int]:
+    """Return the FLOPs of a forward pass of the modules of multi-token prediction, by the product's result.
+
+    Args:
+      config: the model.
+      batch: number of rows.
+      seq: tokens per row.
+    """
+    each = _products(config, config.layer_specs()[-1:], batch, seq)
+    each["join"] = 4 * batch * seq * config.sizes.width**2
+    return {name: n * config.multi_token for name, n in each.items()}
+
+
+def _products(config: TransformerConfig, layers: Sequence[LayerSpec], batch: int, seq: int) -> dict[str, int]:
+    """Return the FLOPs of layers and an output head by the product's result."""
     z = config.sizes
     mixed: dict[str, int] = {}
-    for layer in config.layer_specs():
+    for layer in layers:
         for name, n in layer.mixer.products(config, batch, seq, layer.window).items():
             mixed[name] = mixed.get(name, 0) + n
-    through = [(hidden_width(m, z.hidden), gated(m), router_width(m)) for m in config.layer_mlps()]
+    through = [(hidden_width(m.mlp, z.hidden), gated(m.mlp), router_width(m.mlp)) for m in layers]
     per_layer = 2 * batch * seq * z.width
     return mixed | {
         "router": per_layer * sum(scores for _, _, scores in through),

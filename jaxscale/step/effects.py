@@ -154,6 +154,10 @@ def _fit(tiles: Sequence[tuple[TensorInfo, tuple[int, ...]]], c: TrainConfig) ->
 def _of_model(c: TrainConfig, blueprint: Blueprint) -> Findings:
     if isinstance(c.model, FindsIdle):
         yield from c.model.idle(c.seq_len, c.layout)
+    modules = getattr(c.model, "multi_token", 0)
+    if modules and not c.objective.trains_ahead:
+        name = type(c.objective).__name__
+        yield "Transformer.multi_token", modules, f"{name} trains none of its modules (train.objective = @NextTokens())"
 
 
 _CHECKS: tuple[Callable[[TrainConfig, Blueprint], Findings], ...] = (_of_run, _of_layout, _of_optimizer, _of_model)

@@ -84,6 +84,7 @@ class Objective:
       teacher: where the model that `terms` takes as `reference` is from, if it is another one, as in distillation.
       grouping: what consecutive rows are, a key of `GROUPINGS`; `None` if they have nothing in common.
       needs_start: whether runs must begin with trained parameters (`train.start`).
+      trains_ahead: whether it trains the modules of `Transformer.multi_token`.
       unit: unit of "loss", for messages, such as "nats per token".
       advice: by name of an array: what to do if the data does not have it.
       evaluated: the `metrics` that an evaluation reports, as `eval_NAME`.
@@ -97,6 +98,7 @@ class Objective:
     teacher: Start | None = None
     grouping: ClassVar[str | None] = None
     needs_start: ClassVar[bool] = False
+    trains_ahead: ClassVar[bool] = False
     unit: ClassVar[str] = ""
     advice: ClassVar[Mapping[str, str]] = MappingProxyType({})
     evaluated: ClassVar[tuple[str, ...]] = ("loss",)

@@ -332,6 +332,8 @@ def _read(values):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_config_is_our_preset(name):
     config, preset = _read(PUBLISHED[name]), getattr(models, name)()
+    assert config.multi_token == PUBLISHED[name].get("num_nextn_predict_layers", 0)
+    config = dataclasses.replace(config, multi_token=0)  # the presets have no modules for further tokens
     assert same_model(config, preset)
     assert not same_model(config, dataclasses.replace(preset, norm_eps=0.1))
 
@@ -346,7 +348,13 @@ def test_qwen3_next_has_as_many_parameters_as_published():
 
 def test_kimi_k2_is_deepseek_v3_in_another_size():
     kimi = {"model_type": "kimi_k2", "vocab_size": 163840, "n_routed_experts": 384, "first_k_dense_replace": 1}
-    kimi |= {"n_group": 1, "topk_group": 1, "rope_theta": 50000.0, "routed_scaling_factor": 2.827}
+    kimi |= {
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.827,
+        "num_nextn_predict_layers": 0,
+    }
     config = _read(PUBLISHED["deepseek_v3"] | kimi | dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 64))
     assert round(config.param_count() / 1e9) == 1026  # as published
 

@@ -10,6 +10,7 @@ from jaxscale.step.objectives.gspo import GSPO
 from jaxscale.step.objectives.ipo import IPO
 from jaxscale.step.objectives.kto import KTO
 from jaxscale.step.objectives.masked_token import MaskedToken
+from jaxscale.step.objectives.next_tokens import NextTokens
 from jaxscale.step.objectives.on_policy_distill import OnPolicyDistill
 from jaxscale.step.objectives.orpo import ORPO
 from jaxscale.step.objectives.reward_model import RewardModel
@@ -28,6 +29,7 @@ __all__ = [
     "JensenShannon",
     "KTO",
     "MaskedToken",
+    "NextTokens",
     "ORPO",
     "OnPolicyDistill",
     "RLOO",

@@ -8,6 +8,7 @@ from jaxscale.nn.mixers.kimi_delta import KimiDeltaAttention
 from jaxscale.nn.mixers.linear import GatedLinearAttention, LinearAttention, RetNet
 from jaxscale.nn.mixers.mamba2 import Mamba2
 from jaxscale.nn.mixers.mlgru import MLGRU
+from jaxscale.nn.mixers.nsa import NSA
 from jaxscale.nn.mixers.rat import RAT
 from jaxscale.nn.mixers.sambay import CrossDecoderAttention, GatedMemory
 from jaxscale.nn.mixers.soft import SOFT
@@ -16,6 +17,7 @@ __all__ = [
     "CCA",
     "HSTU",
     "MLGRU",
+    "NSA",
     "RAT",
     "SOFT",
     "BlockLinear",

@@ -20,6 +20,7 @@ from jaxscale.errors import ConfigError, DataError
 from jaxscale.layout import Layout
 from jaxscale.layout.tensors import Tree, path_name
 from jaxscale.models import ModelConfig, TransformerConfig
+from jaxscale.models.soft_prompt import with_prompt
 from jaxscale.nn import Part, Weight, as_weight
 from jaxscale.parallel import Arithmetic
 from jaxscale.step import TrainConfig
@@ -148,7 +149,7 @@ def observable(model: ModelConfig) -> ModelConfig:
 
 
 def batches_of(config: TrainConfig, data: Corpus | None, rows: int, batch: int, widest: int) -> list[Batch]:
-    """Return calibration batches from the training part of a corpus, in the run's order.
+    """Return calibration batches from the training part of a corpus, in the run's order, after the soft prompt if any.
 
     Args:
       config: the run's settings.
@@ -183,8 +184,14 @@ def batches_of(config: TrainConfig, data: Corpus | None, rows: int, batch: int, 
         raise DataError(
             f"'{source.name}' has rows without token ids, which calibration needs; use RoundToNearest or HQQ"
         )
-    names = ("tokens", *(("positions", "segment_ids") if config.segments else ()))
-    return [{k: np.asarray(b[k]) for k in names if k in b} for b in batches]
+    names = ("tokens", "positions", "segment_ids")
+    out = []
+    for b in batches:
+        read: tuple[Any, ...] = tuple(b.get(k) if config.segments or k == "tokens" else None for k in names)
+        if isinstance(config.model, TransformerConfig):
+            read = with_prompt(config.model, *read)
+        out.append({k: np.asarray(x) for k, x in zip(names, read, strict=True) if x is not None})
+    return out
 
 
 class Calibration:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxscale.convert import exporting_stored
+from jaxscale.convert.unfold import unfolded, unfolded_params
 from jaxscale.data import HFTokenizer
 from jaxscale.errors import CheckpointError, RunError, near
 from jaxscale.interop import FAMILIES, Family, copy_companions, family_for, same_model
@@ -55,7 +56,8 @@ def export_checkpoint(
 
     Tensors are written one by one; host memory holds one tensor of the output, its sources, and a few chunks. The
     tokenizer and other files of an imported checkpoint are copied. An interrupted export continues when it is started
-    again.
+    again. Layers that share matrices (`Transformer.shared`) are written as layers of their own, of which host memory
+    holds all.
 
     Args:
       run: the run, or its folder.
@@ -82,6 +84,8 @@ def export_checkpoint(
     run = run if isinstance(run, Run) else Run(run)
     out = local(out)
     chosen, model, source, length = export_target(run, family, dtype)
+    if stored_as is not None or as_imported:
+        refuse_shared(run, "--as-imported" if stored_as is None else f"--as {stored_as}")
     step = run.last_step() if step is None else step
     imported = run.imported
     model = dataclasses.replace(model, param_dtype=dtype or model.param_dtype)
@@ -128,7 +132,8 @@ def export_target(
       dtype: the requested dtype, or `None`.
 
     Returns:
-      the family, the model's config, the config.json it was imported with (or `{}`), and the most positions.
+      the family, the model's config, in which no layers share matrices, the config.json it was imported with (or
+      `{}`), and the most positions.
 
     Raises:
       CheckpointError: no family, or not the requested one, can express the model; the dtype is unknown.
@@ -148,25 +153,49 @@ def export_target(
         )
     if dtype is not None and dtype not in PRECISIONS:
         raise CheckpointError(f"cannot export to dtype = '{dtype}'{near(dtype, PRECISIONS)}")
+    model = unfolded(model)
     source = {} if run.imported is None else run.imported.config
     length = _length(run, source)
     return family_for(model, FAMILIES, length, family or source.get("model_type")), model, source, length
+
+
+def refuse_shared(run: Run, option: str) -> None:
+    """Check that a run's layers have matrices of their own.
+
+    Args:
+      run: the run.
+      option: what needs them.
+
+    Raises:
+      CheckpointError: they share them.
+    """
+    if getattr(run.config.model, "shared", None) is not None:
+        raise CheckpointError(
+            f"the layers of {run.place} share matrices (Transformer.shared), and {option} has no form for a matrix "
+            "with several scales; leave it out, and each layer is written with its own"
+        )
 
 
 class Blocks:
     """A checkpoint's parameters, read in whole chunks; the last three are cached."""
 
     def __init__(self, run: Run, step: int):
-        _, infos = describe_model(run.config.model)
+        model = run.config.model
+        shared = model if isinstance(model, TransformerConfig) and model.shared is not None else None
+        infos = describe_model(model if shared is None else unfolded(shared))[1]
         self._arrays: Arrays | None = None
         self._last: dict[tuple[str, Region], np.ndarray] = {}
         blueprint, _ = blueprint_of(dataclasses.replace(run.config, layout=None))
         # with adapters or a weight format, parameters are computed
-        part = None if blueprint.adaptation is not None else blueprint.algorithm.weights_in(blueprint)
+        part = (
+            None
+            if blueprint.adaptation is not None or shared is not None
+            else blueprint.algorithm.weights_in(blueprint)
+        )
         self._part = part or "params"
         every = {f"{self._part}/{i.path}": i for i in jax.tree.leaves(infos)}
         if part is None:  # the parameters are computed from the state, all at once
-            params = run.params(step)
+            params = run.params(step) if shared is None else unfolded_params(shared, run.params(step))
             self._whole = dict(zip(every, jax.tree.leaves(params), strict=True))
             return
         manifest = run.checkpoints.manifest(step)

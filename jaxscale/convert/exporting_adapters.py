@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.convert.exporting import export_target
+from jaxscale.convert.exporting import export_target, refuse_shared
 from jaxscale.convert.pretrained import STEP
 from jaxscale.errors import RunError
 from jaxscale.interop.maps import Bound
@@ -66,6 +66,7 @@ def export_adapters(
     lora = run.config.adapters
     if not isinstance(lora, LoRA):
         raise RunError(f"{run.place} has no adapters; leave out --adapters to export its weights")
+    refuse_shared(run, "--adapters")
     chosen, model, _, _ = export_target(run, family or _family(run), dtype)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{as_named(out)} already exists; name another folder")

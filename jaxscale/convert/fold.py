@@ -23,6 +23,7 @@ from jaxscale.layout import Layout, shardings_of
 from jaxscale.layout.tensors import Tree
 from jaxscale.models import TransformerConfig
 from jaxscale.models.base import logits_of
+from jaxscale.models.soft_prompt import with_prompt
 from jaxscale.nn import Part, ReversibleRun, SharedBlocks
 from jaxscale.parallel import token_logprobs
 from jaxscale.run import Run
@@ -136,11 +137,13 @@ def gated_loss(model: Any, gates: Float[Array, " n"], batch: Batch) -> Float[Arr
       gates: a gate for each repeat of its block.
       batch: with "tokens", "targets" and "weights".
     """
-    tokens, inputs = batch["tokens"], {k: batch[k] for k in ("positions", "segment_ids") if k in batch}
-    context = model.context(tokens.shape[1], **inputs)
+    inputs = (batch.get(k) for k in ("positions", "segment_ids"))
+    tokens, positions, segments = with_prompt(model.config, batch["tokens"], *inputs)
+    context = model.context(tokens.shape[1], positions=positions, segment_ids=segments)
     part = Part(jnp.arange(gates.shape[0]), gates=gates)
-    x, _ = model.layers(model.begin(tokens, inputs.get("positions")), context, [part])
-    nats = -token_logprobs(logits_of(model, model.finish(x)), batch["targets"])
+    x, _ = model.layers(model.begin(tokens, positions), context, [part])
+    x = model.finish(x)[:, model.config.soft_prompt :]
+    nats = -token_logprobs(logits_of(model, x), batch["targets"])
     return jnp.sum(nats * batch["weights"]) / jnp.maximum(jnp.sum(batch["weights"]), 1.0)
 
 

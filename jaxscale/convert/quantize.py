@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ from jaxscale.errors import ConfigError, RunError
 from jaxscale.infer.streaming.layers import Layers, OnHost, Source
 from jaxscale.layout import Layout, TensorInfo, shardings_of
 from jaxscale.layout.tensors import Tree, path_name
+from jaxscale.models import ModelConfig
 from jaxscale.nn.weight_format import refuse_flaws
 from jaxscale.run import Run
 from jaxscale.step.blueprint import blueprint_of
@@ -190,7 +192,7 @@ def _costs(
     """Return what rounding each matrix would lose, from the inputs of the model as it is."""
     layers, losses = Layers(infos, source, layout, prefix), dict[str, float]()
     graphdef, _ = describe_model(observable(config.model))
-    calibration = Calibration(graphdef, infos, batches, layout)
+    calibration, numbers = Calibration(graphdef, infos, batches, layout), _numbers_of(layers, config.model)
     names = list(infos["runs"])
     of_path = {i.path: i for i in jax.tree.leaves(infos) if i.contracted is not None and recipe.format.covers(i)}
     try:
@@ -204,7 +206,7 @@ def _costs(
                 losses[info.path] = losses.get(info.path, 0.0) + sum(each)
             if number < len(layers.order):
                 calibration.advance(run, repeat, params)
-            say(f"costs of layer {number} of {len(layers.order)}")
+            say(f"costs of {_said(numbers, run, repeat)}")
     finally:
         layers.close()
     unseen = [path for path in of_path if path not in losses]
@@ -216,6 +218,18 @@ def _costs(
     return {path: Cost(loss, of_path[path].size) for path, loss in losses.items()}
 
 
+def _numbers_of(layers: Layers, model: ModelConfig) -> dict[tuple[int, int], range]:
+    """Return the numbers, from 1, of the model's layers that have the matrices of each run's repeats."""
+    sizes = [len(run["blocks"]) * getattr(model, "uses", 1) for run in layers.infos["runs"].values()]
+    ends = itertools.accumulate(sizes[run] for run, _ in layers.order)
+    return {place: range(end - sizes[place[0]] + 1, end + 1) for place, end in zip(layers.order, ends, strict=True)}
+
+
+def _said(numbers: dict[tuple[int, int], range], run: int, repeat: int) -> str:
+    own, total = numbers[run, repeat], max(r[-1] for r in numbers.values())
+    return f"layer {own[0]} of {total}" if len(own) == 1 else f"layers {own[0]} to {own[-1]} of {total}"
+
+
 def _quantize_layers(
     config: TrainConfig,
     recipe: Recipe,
@@ -225,12 +239,13 @@ def _quantize_layers(
     layout: Layout | None,
     say: Callable[[str], None],
 ) -> None:
-    infos = layers.infos
+    infos, numbers = layers.infos, _numbers_of(layers, config.model)
     missing = [place for place in layers.order if not work.has(*place)]
     if missing:
         rows = sum(len(next(iter(b.values()))) for b in batches)
         after = f" after {rows} calibration rows are embedded" if recipe.reads_inputs else ""
-        say(f"{len(missing)} of {len(layers.order)} layers are to be rounded{after}; the first one also compiles")
+        count, total = (sum(len(numbers[place]) for place in places) for places in (missing, layers.order))
+        say(f"{count} of {total} layers are to be rounded{after}; the first one also compiles")
     calibration, graphdef = None, None
     if recipe.reads_inputs:
         graphdef, _ = describe_model(observable(config.model))
@@ -242,7 +257,7 @@ def _quantize_layers(
         if not missing:
             return
         for number, (run, repeat, params) in enumerate(layers.each(), 1):
-            began, what = time.monotonic(), f"layer {number} of {len(layers.order)}"
+            began, what = time.monotonic(), _said(numbers, run, repeat)
             of_run = infos["runs"][names[run]]
             if not work.has(run, repeat):
                 one = _Layer(recipe, of_run, run, repeat, calibration, layout)

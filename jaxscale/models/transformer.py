@@ -114,7 +114,7 @@ class Transformer(nnx.Module):
           cache: the cache of past tokens of each run, to which these tokens are added. The cache then computes
             attention, `positions` are those of its step, and columns are never reordered.
         """
-        if cache is None and self.prompt is not None:
+        if cache is None:
             tokens, positions, segment_ids = with_prompt(self.config, tokens, positions, segment_ids)
         order = None if cache is not None else self.order(tokens.shape[1])
         if order is not None and not arranged:

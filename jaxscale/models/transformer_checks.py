@@ -122,6 +122,11 @@ def check_transformer(c: TransformerConfig) -> None:
                 f"{type(rule.products).__name__}.sums = True acts in overlapped layers only, and there are none: set "
                 "Transformer.overlap = ('attention', 'mlp'), or leave sums False"
             )
+        if getattr(rule.products, "sums", False) and rule.of_head:
+            raise ConfigError(
+                f"{type(rule.products).__name__}.sums = True acts in layers named in Transformer.overlap, and the "
+                "output head is none; leave sums False in its rule"
+            )
     if c.blocks:
         for name, plain in (("windows", (None,)), ("dense_mlp", SwiGLU), ("dense_layers", 0), ("mlp_every", 1)):
             if getattr(c, name) != plain:

@@ -102,14 +102,16 @@ class Linear(nnx.Module):
 
     def matrix(self) -> Float[Array, "..."]:
         """Return the kernel that is multiplied, as one array."""
-        return self.weight.arithmetic(self.arithmetic).matrix(self.weight.dense())
+        return by_column(*self.weight.matrix(self.arithmetic))
 
-    def biased(self, y: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Add the bias, if there is one.
+    def biased(self, y: Float[Array, "..."], factors: Float[Array, "..."] | None = None) -> Float[Array, "..."]:
+        """Multiply the columns, if they have factors, and add the bias, if there is one.
 
         Args:
           y: the product.
+          factors: of its columns; see `jaxscale.parallel.Weight.matrix`.
         """
+        y = by_column(y, factors)
         if self.bias is not None:
             # in float32, so that its gradient is summed in float32
             y = (y.astype(jnp.float32) + self.bias.get_value()).astype(self.dtype)
@@ -133,12 +135,13 @@ def into(x: Float[Array, "b s e"], *linears: Linear, overlap: bool = False) -> l
     """
     if overlap and why_no_overlap(*_hidden(linears)) != "":
         numbers = [m.weight.arithmetic(m.arithmetic) for m in linears]
+        matrices, factors = zip(*(m.weight.matrix(m.arithmetic) for m in linears), strict=True)
         products: dict[int, Array] = {}
         for own in dict.fromkeys(numbers):  # one ring for those in the same numbers
             of = [n for n, other in enumerate(numbers) if other == own]
-            kernels, axes = tuple(linears[n].matrix() for n in of), tuple(linears[n].axes for n in of)
+            kernels, axes = tuple(matrices[n] for n in of), tuple(linears[n].axes for n in of)
             products |= zip(of, gather_matmul(x, kernels, axes, own), strict=True)
-        return [m.biased(products[n]) for n, m in enumerate(linears)]
+        return [m.biased(products[n], factors[n]) for n, m in enumerate(linears)]
     x = constrain(x, "batch", "seq", "embed")
     return [m(x) for m in linears]
 
@@ -155,9 +158,20 @@ def out_of(h: Float[Array, "b s ..."], linear: Linear, *, overlap: bool = False)
       LayoutError: see `into`.
     """
     if overlap and why_no_overlap(*_hidden((linear,))) != "":
+        matrix, factors = linear.weight.matrix(linear.arithmetic)
         arithmetic = linear.weight.arithmetic(linear.arithmetic)
-        return linear.biased(matmul_scatter(h, linear.matrix(), linear.axes, arithmetic))
+        return linear.biased(matmul_scatter(h, matrix, linear.axes, arithmetic), factors)
     return linear(h)
+
+
+def by_column(y: Float[Array, "..."], factors: Float[Array, "..."] | None) -> Float[Array, "..."]:
+    """Multiply the last dimensions of an array by factors, in float32.
+
+    Args:
+      y: a matrix, or a product with it.
+      factors: of its columns; `None` is 1.
+    """
+    return y if factors is None else (y.astype(jnp.float32) * factors).astype(y.dtype)
 
 
 def _hidden(linears: tuple[Linear, ...]) -> list[str]:

@@ -17,7 +17,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.layout import TensorInfo, named
 from jaxscale.layout.tensors import Tree, path_name
 from jaxscale.nn.block import Block
-from jaxscale.nn.linear import Linear
+from jaxscale.nn.linear import Linear, by_column
 from jaxscale.parallel import Arithmetic, Weight, as_weight
 
 NORMS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm")
@@ -79,8 +79,11 @@ class ScaledColumns(Weight):
         self, x: Float[Array, "..."], axes: tuple[str, ...], contracted: tuple[int, ...], arithmetic: Arithmetic
     ) -> Float[Array, "..."]:
         """See `Weight`: the product's columns are scaled, in float32."""
-        y = as_weight(self.kernel).matmul(x, axes, contracted, arithmetic)
-        return (y.astype(jnp.float32) * self.scale).astype(y.dtype)
+        return by_column(as_weight(self.kernel).matmul(x, axes, contracted, arithmetic), self.scale)
+
+    def matrix(self, arithmetic: Arithmetic) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+        """See `Weight`: numbers of a product are those of the kernel, before its columns are scaled."""
+        return as_weight(self.kernel).matrix(arithmetic)[0], self.scale
 
     def arithmetic(self, arithmetic: Arithmetic) -> Arithmetic:
         """See `Weight`: that of the kernel."""

@@ -77,6 +77,13 @@ class WeightFormat(abc.ABC):
         """
         return None
 
+    def check(self, infos: Tree) -> None:  # noqa: B027
+        """Check that a model's matrices can be stored in this format, all together; by default nothing.
+
+        Args:
+          infos: the model's tree of `TensorInfo`.
+        """
+
     def covers(self, info: TensorInfo) -> bool:
         """Return whether a parameter is converted to this format.
 
@@ -93,6 +100,7 @@ class WeightFormat(abc.ABC):
         Args:
           infos: the model's tree of `TensorInfo`.
         """
+        self.check(infos)
         return jax.tree.map(lambda i: self._infos(i) if self._takes(i) else i, infos)
 
     def encoded(self, params: Tree, infos: Tree, layout: Layout | None) -> Tree:
@@ -108,6 +116,7 @@ class WeightFormat(abc.ABC):
           LayoutError: an array that the layout cannot shard; the message names it.
           CheckpointError: a matrix, or what it becomes, has NaN or infinity; the message names it.
         """
+        self.check(infos)
         leaves, structure = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Weight))
         del params
         compiled: dict[Any, Any] = {}

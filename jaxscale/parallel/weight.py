@@ -99,6 +99,14 @@ class Weight(abc.ABC):
         """
         return arithmetic
 
+    def matrix(self, arithmetic: Arithmetic) -> tuple[Float[Array, "..."], Float[Array, "..."] | None]:
+        """Return the array that a product multiplies with, and factors for the product's columns; `None` is 1.
+
+        Args:
+          arithmetic: the layer's.
+        """
+        return self.arithmetic(arithmetic).matrix(self.dense()), None
+
     def infos(self, info: TensorInfo) -> Tree:
         """Return a `TensorInfo` for each array of this weight, in the weight's tree structure.
 

@@ -57,7 +57,7 @@ class SoftPrompt(Adapters):
           start: that of the run that training starts from.
 
         Raises:
-          ConfigError: it is no `Transformer`, or the start has a prompt already.
+          ConfigError: it is no `Transformer` or has a prompt of another length, or the start has a prompt already.
         """
         if not isinstance(model, TransformerConfig):
             raise ConfigError(f"{type(model).__name__} takes no soft prompt; only a Transformer does")
@@ -65,6 +65,11 @@ class SoftPrompt(Adapters):
             raise ConfigError(
                 "the run that training starts from has a soft prompt already; train that one further with "
                 "train.adapters = @Unfreeze(), Unfreeze.targets = ('prompt',)"
+            )
+        if model.soft_prompt not in (0, self.length):
+            raise ConfigError(
+                f"SoftPrompt.length = {self.length} and Transformer.soft_prompt = {model.soft_prompt} differ; leave "
+                "out Transformer.soft_prompt, which SoftPrompt sets"
             )
         return dataclasses.replace(model, soft_prompt=self.length)
 

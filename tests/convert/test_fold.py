@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,12 @@ from flax import nnx
 
 import jaxscale as js
 from jaxscale.cli import main
+from jaxscale.convert.exporting import export_checkpoint
 from jaxscale.convert.fold import Gates, folded, gated_loss, largest
 from jaxscale.convert.grow import grow
-from jaxscale.errors import ConfigError
+from jaxscale.convert.new_run import begin, save_params
+from jaxscale.convert.pretrained import import_checkpoint
+from jaxscale.errors import CheckpointError, ConfigError
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import SharedBlocks
 from jaxscale.step.state import describe_model
@@ -64,6 +68,41 @@ def test_a_folded_group_has_its_first_layers_matrices_and_every_layers_norms():
     np.testing.assert_array_equal(new["mlp_norm"]["scale"].reshape(4, -1), old["mlp_norm"]["scale"])
     shapes = jax.tree.map(lambda i: i.shape, describe_model(keep.model)[1])
     assert jax.tree.map(np.shape, keep.params(params)) == shapes
+
+
+def test_an_exported_run_of_shared_layers_has_each_layers_norms_and_scaled_matrices(tmp_path):
+    shared = dataclasses.replace(MODEL, shared=SharedBlocks(2), products=None)
+    graph, infos = describe_model(shared)
+    params = random_params(infos)
+    config = js.TrainConfig(model=shared, layout=None, data=js.data.synthetic(vocab_size=32), seq_len=12)
+    run = begin(SimpleNamespace(imported=None, info={}, place="run"), tmp_path / "run", config, {}, "folding")
+    save_params(run, jax.tree.map(jnp.asarray, params), None)
+    back = import_checkpoint(export_checkpoint(run, tmp_path / "out", say=lambda _: None), tmp_path / "back")
+    assert back.config.model.uses == 1 and back.config.model.depth == 4
+    of, got = params["runs"][0], back.params()["runs"][0]["blocks"][0]
+    up = np.asarray(of["blocks"][0]["mlp"]["up"]["kernel"])[[0, 0, 1, 1]]
+    scale = np.asarray(of["scales"][0]["mlp_up"]["scale"]).reshape(4, 1, -1)
+    np.testing.assert_array_equal(got["mlp"]["up"]["kernel"], up * scale)
+    norms = np.asarray(of["blocks"][0]["mlp_norm"]["scale"]).reshape(4, -1)
+    np.testing.assert_array_equal(got["mlp_norm"]["scale"], norms)
+    np.testing.assert_allclose(
+        back.model()(TOKENS), nnx.merge(graph, params)(jnp.asarray(TOKENS)), rtol=1e-4, atol=1e-4
+    )
+    for options in (dict(as_imported=True), dict(stored_as="gptq")):
+        with raises_saying(CheckpointError, "share matrices (Transformer.shared)", "leave it out"):
+            export_checkpoint(run, tmp_path / "no", **options)
+    assert not (tmp_path / "no").exists()
+
+
+def test_gates_see_the_soft_prompt():
+    prompted = dataclasses.replace(MODEL, soft_prompt=3)
+    graph, infos = describe_model(prompted)
+    params = random_params(infos)
+    batch = batch_of(random_params(INFOS))
+    logits = nnx.merge(graph, params)(jnp.asarray(TOKENS))
+    logs = jax.nn.log_softmax(logits)
+    want = -np.mean(np.take_along_axis(np.asarray(logs), np.asarray(batch["targets"])[..., None], -1))
+    np.testing.assert_allclose(gated_loss(nnx.merge(graph, params), jnp.ones(4), batch), want, rtol=1e-5)
 
 
 def test_what_cannot_be_folded_is_refused_with_what_can():

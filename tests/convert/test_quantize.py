@@ -33,6 +33,7 @@ from jaxscale.train import FromRun
 from jaxscale.train.files import write_json
 from jaxscale.train.folders import lock
 from tests.truth.errors import raises_saying
+from tests.truth.params import random_params
 
 MODEL = TransformerConfig(depth=2, vocab=256, width=16, heads=4, kv_heads=2, hidden=32)
 SETTINGS = dict(
@@ -150,6 +151,19 @@ def test_factors_leave_the_function_as_it_is(changes):
 
 
 @pytest.mark.long
+def test_calibration_rows_begin_with_the_soft_prompt():
+    model = dataclasses.replace(MODEL, soft_prompt=3)
+    graph, infos = describe_model(module.observable(model))
+    params = random_params(infos)
+    batches = module.batches_of(js.TrainConfig(model=model, **SETTINGS), None, 4, 4, 1)
+    calibration = module.Calibration(graph, infos, batches, None)
+    calibration.begin(params)
+    assert calibration.tokens == 4 * (16 + 3)
+    (hidden,) = calibration._hidden
+    np.testing.assert_array_equal(hidden[:, :3], np.broadcast_to(params["prompt"]["weight"], (4, 3, 16)))
+    np.testing.assert_array_equal(hidden[:, 3:], np.asarray(params["embed"]["weight"])[batches[0]["tokens"][:, 3:]])
+
+
 def test_experts_are_calibrated_on_their_own_tokens(tmp_path):
     model = dataclasses.replace(MODEL, depth=1, mlp=MixtureOfExperts(experts=2, top_k=1, hidden=16))
     run = js.fit(model=model, run=tmp_path / "moe", quiet=True, steps=1, **SETTINGS)
@@ -261,8 +275,13 @@ def test_what_cannot_be_quantised_is_one_sentence(base, tmp_path):
     with raises_saying(RunError, "an unfinished run that was not quantised with this recipe"):
         quantize(base, tmp_path / "b", RoundToNearest(4, 8))
     assert not (tmp_path / ".b.quantizing").exists()
-    with raises_saying(ConfigError, "GPTQ.group = 128", "the nearest that does is 16"):
-        quantize(base, tmp_path / "a", GPTQ(4), **OPTIONS)
+    for text, setting in (
+        ("@GPTQ(bits=4)", "GPTQ.group"), ("@EoRA(recipe=@GPTQ())", "GPTQ.group"), ("COMET", "COMET.group"),
+        ("@FlexQ()", "FlexQ.group"), ("@RoundToNearest(weights=@int4())", "int4.group"),
+    ):  # fmt: skip
+        with raises_saying(ConfigError, f"{setting} = 128", "the nearest that does is 16, which divides those of all"):
+            quantize(base, tmp_path / "a", recipe_of(text, []), **OPTIONS)
+        recipe_of(text, [f"{setting}=16"]).infos(describe_model(base.config.model)[1])  # as --gin.SETTING=16
     with raises_saying(ConfigError, "there is no recipe 'GTPQ'", "GPTQ"):
         recipe_of("@GTPQ(bits=4)", [])
     with raises_saying(ConfigError, "AllocatedBits.bits = 1.5"):

@@ -16,7 +16,7 @@ from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.infer.stages import stages_of
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
-from jaxscale.nn import ReversibleRun, SharedBlocks
+from jaxscale.nn import Clustered, ReversibleRun, Rounded, SharedBlocks
 from jaxscale.nn.formats import Stored
 from jaxscale.nn.shared_blocks import ScaledColumns
 from jaxscale.parallel import Arithmetic
@@ -100,6 +100,10 @@ def test_adapters_round_matrices_alone_and_stored_matrices_keep_their_numbers():
     stored = Stored("int8", activations=8).encode(jnp.ones((16, 24)), (0,))
     rounding = dataclasses.replace(Arithmetic.cast("float32"), reparametrised=jnp.round)
     assert ScaledColumns(stored, jnp.ones(24), 1).arithmetic(rounding).reparametrised is None
+    matrix, factors = ScaledColumns(jnp.full((2, 3), 0.6), jnp.full(3, 0.25), 1).matrix(
+        rounding
+    )  # of overlapped layers
+    assert np.all(matrix == 1.0) and np.all(factors == 0.25)
 
 
 @pytest.mark.long
@@ -108,3 +112,7 @@ def test_shared_blocks_train_and_decode_alike_on_every_layout():
     assert "Decodable" in js.testing.check_model(config)
     layouts = [Layout("data=2,pipeline=2,tensor=2"), Layout("fsdp=4,context=2")]
     js.testing.compare_layouts(dataclasses.replace(config, kv_heads=2), layouts).check()
+    overlapped = Small(depth=4, kv_heads=2, shared=SharedBlocks(2), scan=True, overlap=("attention", "mlp"))
+    for products in (Rounded(Stored("int4", group=8, scale="bfloat16")), Clustered(2)):
+        own = dataclasses.replace(overlapped, products=products)
+        js.testing.compare_layouts(own, [Layout("data=2,tensor=2", sequence_sharded=True)]).check()

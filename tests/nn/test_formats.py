@@ -264,6 +264,10 @@ def test_what_does_not_divide_is_refused_with_what_does():
         Stored(group=48).infos(info(64, 32))
     with raises_saying(ConfigError, "int4.group = 128", "nearest that does is 64"):
         FORMATS["int4"][0].infos(info(64, 32))
+    several = {"up": info(64, 32), "down": info(96, 64)}
+    with raises_saying(ConfigError, "int4.group = 128", "nearest that does is 32, which divides those of all matrices"):
+        FORMATS["int4"][0].infos(several)
+    PRESETS["int4"](group=32).infos(several)
     assert FORMATS["int4"][0].describe() == "int4, one scale for 128 inputs"
     assert Stored(group=32).infos(info(64, 32)).scale.shape == (2, 32)
     heads = info(4, 16, 8, axes=("heads", "head_dim", "embed"), contracted=(-3, -2))

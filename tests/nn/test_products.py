@@ -28,6 +28,7 @@ from jaxscale.plan.collectives import collectives
 from jaxscale.plan.partition import partitioned
 from jaxscale.step.loss import CutLoss, MaterialisedLoss
 from jaxscale.step.number_types import check_number_types
+from jaxscale.step.state import describe_model
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import random_batch, train
@@ -514,4 +515,10 @@ def test_sums_without_overlapped_layers_are_refused():
         ConfigError, "Int8.sums = True acts in overlapped layers only", "Transformer.overlap = ('attention',"
     ):
         TransformerConfig(**small, products=Int8(sums=True))
-    TransformerConfig(**small, products=Int8(sums=True), overlap=("attention", "mlp"))
+    describe_model(TransformerConfig(**small, products=Int8(sums=True), overlap=("attention", "mlp")))
+    with raises_saying(ConfigError, "mlp/down is none", "name its sub-layer in Transformer.overlap"):
+        describe_model(TransformerConfig(**small, products=Int8(sums=True), overlap=("attention",)))
+    rules = (ProductRule("mlp", Int8()), ProductRule("*", Int8(sums=True)))
+    describe_model(TransformerConfig(**small, products=rules, overlap=("attention",)))
+    with raises_saying(ConfigError, "the output head is none", "leave sums False"):
+        TransformerConfig(**small, products=ProductRule("head", Int8(sums=True)), overlap=("attention",))

@@ -44,6 +44,8 @@ def test_a_prompt_trains_alone_resumes_and_generates_and_a_second_one_is_refused
     more = dict(start=FromRun(str(merged.path)))
     with raises_saying(ConfigError, "Unfreeze.targets = ('prompt',)"):
         settled(dataclasses.replace(saved.config, **more))
+    with raises_saying(ConfigError, "SoftPrompt.length = 4 and Transformer.soft_prompt = 3 differ", "leave out"):
+        settled(dataclasses.replace(saved.config, adapters=SoftPrompt(4)))
     further = settled(dataclasses.replace(merged.config, adapters=Unfreeze(("prompt",)), **more))
     assert further.model.soft_prompt == 3
 

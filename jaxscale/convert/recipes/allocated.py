@@ -57,6 +57,11 @@ class AllocatedBits(Recipe):
             )
 
     @property
+    def grouping(self) -> Recipe:
+        """See `Recipe`."""
+        return self.recipe
+
+    @property
     def format(self) -> WeightFormat:  # type: ignore[override]
         """The format of the widest numbers; that of each matrix is known once the costs are (`settled`)."""
         return dataclasses.replace(self.recipe, bits=max(self.widths)).format

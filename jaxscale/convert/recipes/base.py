@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -107,6 +108,11 @@ class Recipe(abc.ABC):
         """The format of the rounded matrices."""
         return self.weights or Stored(f"uint{self.bits}", group=self.group, zeros=True)
 
+    @property
+    def grouping(self) -> Recipe:
+        """The recipe whose `group` matrices are rounded in: this one, or one that it calls."""
+        return self
+
     def infos(self, infos: Tree) -> Tree:
         """Describe a model in the recipe's format.
 
@@ -119,9 +125,11 @@ class Recipe(abc.ABC):
         try:
             return self.format.infos(infos)
         except ConfigError as e:
-            recipe = getattr(self, "recipe", self)  # of which this one repairs the error
-            own = f"{type(recipe).__name__}.group" if recipe.weights is None else "Stored.group"
-            raise ConfigError(str(e).replace("Stored.group", own)) from None
+            own, message = self.grouping, re.fullmatch(r"\w+\.(group|outputs)( .*)", str(e))
+            if own.weights is not None or message is None:
+                raise
+            setting = message[1] if hasattr(own, message[1]) else "group"  # blocks may have as many outputs as inputs
+            raise ConfigError(f"{type(own).__name__}.{setting}{message[2]}") from None
 
     def model(self, config: Any) -> Any:
         """Return the config of the quantised run's model: by default that of the run, whose parameters it must have.

@@ -50,6 +50,11 @@ class EoRA(Recipe):
         _ = self.format
 
     @property
+    def grouping(self) -> Recipe:
+        """See `Recipe`."""
+        return self.recipe
+
+    @property
     def format(self) -> WeightFormat:  # type: ignore[override]
         """The format of the rounded matrices, with the low-rank ones."""
         return WithLowRank(self.recipe.format, self.rank, self.dtype)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.layout import TensorInfo
+from jaxscale.layout.tensors import Tree
 from jaxscale.nn.adapted import Adapted
 from jaxscale.nn.formats.stored import FLOATS, Stored, dimensions
 from jaxscale.nn.weight_format import WeightFormat
@@ -38,6 +39,10 @@ class WithLowRank(WeightFormat):
         check_factors("WithLowRank", self.rank, self.dtype)
         if not isinstance(self.weights, Stored):
             raise ConfigError(f"WithLowRank.weights must be a Stored format, not {self.weights!r}")
+
+    def check(self, infos: Tree) -> None:
+        """See `WeightFormat`: by the format of the matrix."""
+        self.weights.check(infos)
 
     def covers(self, info: TensorInfo) -> bool:
         """Return whether the format of the matrix covers it.

@@ -108,6 +108,10 @@ class MixedBlocks(WeightFormat):
         if not 0 <= self.share <= 1:
             raise ConfigError(f"MixedBlocks.share = {self.share}: must be from 0 to 1")
 
+    def check(self, infos: Tree) -> None:
+        """See `WeightFormat`: by the format of the matrix."""
+        self.weights.check(infos)
+
     def covers(self, info: TensorInfo) -> bool:
         """Return whether the format of the weights covers a matrix.
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
@@ -13,6 +15,7 @@ from jaxtyping import Array, Bool, Float
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, near
 from jaxscale.layout import TensorInfo
+from jaxscale.layout.tensors import Tree
 from jaxscale.nn.formats.blocks import block_of, cut, nearest_block, spread
 from jaxscale.nn.formats.kmeans import codebook, nearest
 from jaxscale.nn.formats.numbers import NumberType, numbers_of
@@ -108,6 +111,29 @@ class Stored(WeightFormat):
             return numbers_of(f"uint{bits}")
         return numbers_of(self.numbers)
 
+    def check(self, infos: Tree) -> None:
+        """See `WeightFormat`.
+
+        Raises:
+          ConfigError: a group does not divide a matrix; the message has the largest that divides those of all.
+        """
+        of_layers = super().covers
+        self._check_blocks([i for i in jax.tree.leaves(infos) if i.contracted is not None and of_layers(i)])
+
+    def _check_blocks(self, matrices: Sequence[TensorInfo]) -> None:
+        for name, size, side in (("group", self.group, 1), ("outputs", self.outputs, 2)):
+            every = [[i.shape[d] for d in dimensions(len(i.shape), i.contracted or ())[side]] for i in matrices]
+            wrong = [n for n, sizes in enumerate(every) if block_of(sizes, size) is None]
+            if wrong:
+                assert size is not None
+                most = min(size, *(math.prod(sizes) for sizes in every))
+                fit = next(n for n in range(most, 0, -1) if all(block_of(sizes, n) is not None for sizes in every))
+                raise ConfigError(
+                    f"{self._called}.{name} = {size} does not divide the {math.prod(every[wrong[0]])} "
+                    f"{'inputs' if side == 1 else 'outputs'} of {matrices[wrong[0]].path}; the nearest that does is "
+                    f"{fit}{', which divides those of all matrices' if len(matrices) > 1 else ''}"
+                )
+
     def covers(self, info: TensorInfo) -> bool:
         """Return whether a matrix is of a layer, and divides into groups and words.
 
@@ -118,16 +144,7 @@ class Stored(WeightFormat):
         if not super().covers(info):
             return False
         assert info.contracted is not None
-        _, inputs, outputs = dimensions(len(info.shape), info.contracted)
-        for name, size, dims in (("group", self.group, inputs), ("outputs", self.outputs, outputs)):
-            sizes = [info.shape[d] for d in dims]
-            if block_of(sizes, size) is None:
-                assert size is not None
-                what = f"the {math.prod(sizes)} {'inputs' if name == 'group' else 'outputs'}"
-                raise ConfigError(
-                    f"{self._called}.{name} = {size} does not divide {what} of {info.path}; the nearest that does is "
-                    f"{nearest_block(sizes, size)}"
-                )
+        self._check_blocks([info])
         if self.axis(info.shape, info.contracted) is None:
             per = unit(self.bits, self._width)[0]
             wider = next(b for b in (*range(self.bits, 9), 8) if self._divides(info.shape, info.contracted, b))

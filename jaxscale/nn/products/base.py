@@ -195,9 +195,10 @@ def apply_products(model: nnx.Module, products: Products | tuple[ProductRule, ..
       products: a value of `Transformer.products`.
 
     Raises:
-      ConfigError: a rule that is about none of the layers.
+      ConfigError: a rule that is about none of the layers, or sums in 8 bits of a layer that is not overlapped.
     """
     rules, layers = rules_of(products), list(layers_of(model))
+    overlapped = {"/".join(map(str, path)) for path, m in nnx.iter_modules(model) if getattr(m, "overlap", False)}
     for rule in rules:
         if not rule.of_head and not any(rule.covers(path, axes) for path, _, axes in layers):
             raise ConfigError(f"Transformer.products: {_why_nowhere(rule, layers)}")
@@ -205,6 +206,12 @@ def apply_products(model: nnx.Module, products: Products | tuple[ProductRule, ..
         chosen = next((rule.products for rule in rules if rule.covers(path, axes)), None)
         if chosen is not None:
             layer.arithmetic = chosen.arithmetic(layer.dtype)
+            if layer.arithmetic.sums is not None and path.rpartition("/")[0] not in overlapped:
+                raise ConfigError(
+                    f"{type(chosen).__name__}.sums = True acts in overlapped layers only, and {path} is none: name its "
+                    "sub-layer in Transformer.overlap ('attention' or 'mlp'; experts have none), or give it an earlier "
+                    "ProductRule with numbers without sums"
+                )
 
 
 def head_arithmetic(products: Products | tuple[ProductRule, ...] | None, dtype: DTypeLike) -> Arithmetic | None:

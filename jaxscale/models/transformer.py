@@ -107,7 +107,7 @@ class Transformer(nnx.Module):
         Args:
           tokens: ids, integer.
           positions: position of each token in its document; counted from the start of the row by default.
-          segment_ids: document of each token within the row (packing); 0 is padding.
+          segment_ids: document of each token within the row (packing), in the order of their positions; 0 is padding.
           key: random key for dropout; `None` in evaluation.
           rows: number of each row in the step's batch; in order by default.
           arranged: columns, also those of the result, are in the order of `order`; else in their natural order.

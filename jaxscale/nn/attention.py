@@ -390,8 +390,7 @@ class Attention(nnx.Module):
             context.share("keys", context.cache)
             return out
         context.share("keys", (k, v))
-        tokens: dict[str, Any] = dict(segment_ids=context.segment_ids, positions=context.positions)
-        return self.kernel(q, k, v, causal=True, **tokens, **options)
+        return self.kernel(q, k, v, causal=True, **context.tokens(), **options)
 
     def beside(self) -> tuple[Linear, ...]:
         """Return further products of the layer's input, whose results `finish` gets."""

@@ -74,6 +74,15 @@ class Context:
         if self.shared is not None:
             self.shared[name] = value
 
+    def tokens(self) -> dict[str, Any]:
+        """Return what an attention kernel's mask needs of the tokens, as its arguments `segment_ids` and `positions`.
+
+        Within a document, tokens are in the order of their positions. So columns that are in their natural order say
+        the same as positions, and with them a kernel knows before it runs which tiles a causal mask or a window hides.
+        """
+        said_by_columns = self.segment_ids is not None and self.order is None
+        return dict(segment_ids=self.segment_ids, positions=None if said_by_columns else self.positions)
+
     def arrays(self) -> tuple[Any, ...]:
         """Return everything that can be traced, as a tree of arrays; the cache is not part of it."""
         return self.positions, self.segment_ids, tuple(self.rotary.values()), self.key, self.rows, self.order

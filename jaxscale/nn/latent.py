@@ -109,8 +109,7 @@ class LatentAttention(nnx.Module):
                 q, k = (constrain(y, *_HEADS) for y in (jnp.concatenate([q, q_rotated], axis=-1), k))
                 q, k, v = (saved_as(y, "qkv") for y in (q, k, v))
             with jax.named_scope("mix"):
-                tokens: dict[str, Any] = dict(segment_ids=context.segment_ids, positions=context.positions)
-                mixed = self.kernel(q, k, v, causal=True, **tokens, **options)
+                mixed = self.kernel(q, k, v, causal=True, **context.tokens(), **options)
         with jax.named_scope("out"):
             return self.out(constrain(mixed, *_HEADS))
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.nn.cache import LayerCache
 from jaxscale.nn.flash import WHOLE, over_devices, refuse_split
+from jaxscale.parallel.sharded import cut_over
 from pallas_kernels.flash_attention import flash_attention
 
 
@@ -65,12 +67,21 @@ class SigmoidAttention:
         """Compute attention; see `jaxscale.nn.flash_attention` for the arguments.
 
         Raises:
-          LayoutError: the layout shards the sequence or `head_dim`, or heads and key heads over different mesh axes.
+          LayoutError: the layout shards `head_dim` or the keys' sequence, heads and key heads over different mesh axes,
+            or the sequence of fewer queries than keys.
           KernelError: arguments that the kernel does not support.
         """
-        refuse_split("SigmoidAttention", *WHOLE, softmax=False)
+        over = self._over(q.shape[1] == k.shape[1])
 
-        def local(q: Array, k: Array, v: Array, segment_ids: Array | None, positions: Array | None) -> Array:
+        def local(q: Array, k: Array, v: Array, segment_ids: Any, positions: Any) -> Array:
+            if over:  # k and v are whole; a pair is of this device's queries and of all keys
+                if positions is None:
+                    columns = lax.axis_index(over) * q.shape[1] + jnp.arange(q.shape[1], dtype=jnp.int32)
+                    positions = jnp.broadcast_to(columns, q.shape[:2])
+                segment_ids, positions = (
+                    x if x is None else (x, lax.all_gather(x, over, axis=1, tiled=True))
+                    for x in (segment_ids, positions)
+                )
             out: Array = flash_attention(
                 q,
                 k,
@@ -118,4 +129,10 @@ class SigmoidAttention:
 
     def check(self, seq_len: int, heads: int, kv_heads: int) -> None:
         """See `jaxscale.nn.CheckedKernel`."""
-        refuse_split("SigmoidAttention", *WHOLE, softmax=False)
+        self._over(True)
+
+    @staticmethod
+    def _over(one_length: bool) -> tuple[str, ...]:
+        """Return the mesh axes that shard the queries' sequence, after checking that nothing else is split."""
+        refuse_split("SigmoidAttention", *(axis for axis in WHOLE if axis != "seq" or not one_length), softmax=False)
+        return cut_over("seq")

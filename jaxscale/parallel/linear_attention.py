@@ -34,8 +34,8 @@ def linear_attention(
     With `beta`, by the delta rule: `S[t] = decay[t] * S[t - 1] + k[t] (beta[t] (v[t] - (decay[t] * S[t - 1])^T
     k[t]))^T`, which is `(I - beta k k^T) (decay * S) + beta k v^T`. Chunks of tokens are products of matrices, and a
     walk goes over the chunks (`pallas_kernels.chunked_recurrence`). If the layout shards the sequence, each device
-    computes its shard from a zero state and what a state before it would add, and one all-gather of (K, K + V) numbers
-    for each head and shard gives the state to start from.
+    computes its shard from a zero state and what a state before it would add, and a scan over the devices of (K, K + V)
+    numbers for each head gives the state to start from.
 
     Args:
       q: queries; scale them beforehand.
@@ -73,18 +73,15 @@ def linear_attention(
         named["log_decay"], arrays["log_decay"] = (*tokens, *[None] * (log_decay.ndim - 3)), log_decay
     if beta is not None:
         named["beta"], arrays["beta"] = tokens, beta
-    if order is not None:
-        named["order"], arrays["order"] = ("seq",), order
 
     def turned(x: Array) -> Array:
         return jnp.flip(x, 1) if reverse else x
 
     def local(*shards: Array) -> Array:
         mine = dict(zip(arrays, shards, strict=True))
-        places = mine.pop("order", None)
         b, n = mine["q"].shape[:2]
         mine = {name: turned(x.reshape(b * parts, n // parts, *x.shape[2:])) for name, x in mine.items()}
-        if not over and places is None:
+        if not over and parts == 1:
             return turned(recur(**mine)[0])
         # Columns beyond the values' are what each entry of the state before would add to the outputs and to the state.
         key_dim, value_dim = mine["k"].shape[-1], mine["v"].shape[-1]
@@ -94,7 +91,7 @@ def linear_attention(
         out, after = recur(**mine, v=wide, initial=initial)
         ends = after.reshape(b, parts, *after.shape[1:])
         does = ends[..., value_dim:], ends[..., :value_dim]
-        _, before = parts_before(does, _then, over, places, n // parts, reverse=reverse)
+        _, before = parts_before(does, _then, over, parts, reverse=reverse)
         before = before.reshape(b * parts, *before.shape[2:])
         passed = jnp.einsum("bshk,bhkv->bshv", out[..., value_dim:], before)
         out = turned((out[..., :value_dim] + passed).astype(v.dtype))

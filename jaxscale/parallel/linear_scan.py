@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,8 +25,8 @@ def linear_scan(
 ) -> Float[Array, "b s ..."]:
     """Compute `h[t] = decay[t] * h[t - 1] + update[t]` along the second dimension, starting from zero.
 
-    By an associative scan (Blelloch 1990). If the layout shards the sequence, each device scans its shard, and one
-    all-gather of the shards' last values and products of decays gives each shard the value to start from.
+    By an associative scan (Blelloch 1990). If the layout shards the sequence, each device scans its shard, and a scan
+    over the devices of the shards' last values and products of decays gives each shard the value to start from.
 
     Args:
       decay: the recurrence is computed in its dtype; use float32.
@@ -41,73 +42,75 @@ def linear_scan(
     over = () if seq is None else cut_over(seq)
     parts = 1 if order is None else 2
 
-    def local(decay: Array, update: Array, *order: Array) -> Array:
+    def local(decay: Array, update: Array) -> Array:
         b, n, *rest = update.shape
         split = [x.reshape(b, parts, n // parts, *rest) for x in (decay, update)]
         decays, h = lax.associative_scan(_then, split, axis=2)
-        if not over and not order:
+        if not over and parts == 1:
             return h.reshape(update.shape)
         ends = decays[:, :, -1], h[:, :, -1]
-        before = parts_before(ends, _then, over, order[0] if order else None, n // parts)[1]
+        before = parts_before(ends, _then, over, parts)[1]
         return (h + decays * before[:, :, None]).reshape(update.shape)
 
     names = tuple(axes)
-    places = () if order is None else (order,)
-    return sharded_op(
-        local,
-        decay,
-        update,
-        *places,
-        axes=(names, names, *[(seq,)] * len(places)),
-        out_axes=names,
-        name="the recurrence's operand",
-    )
+    return sharded_op(local, decay, update, axes=(names, names), out_axes=names, name="the recurrence's operand")
 
 
 def parts_before(
     ends: Tree,
     then: Callable[[Tree, Tree], Tree],
     over: tuple[str, ...],
-    order: Array | None,
-    length: int,
+    parts: int,
     *,
     reverse: bool = False,
 ) -> Tree:
     """Combine what all earlier parts of the sequence do, for each of a device's parts; inside of a `shard_map`.
 
-    One all-gather of `ends` over the mesh axes, and a scan of logarithmic depth.
+    Devices send what their parts do once for each power of 2 below their number, and once more: a scan of logarithmic
+    depth (Hillis & Steele 1986), in which a device holds no other parts than one that it has just got.
 
     Args:
       ends: what each part does, a tree of arrays (batch, parts, ...).
       then: what two parts do one after the other (the earlier one first); associative.
       over: the mesh axes that shard the sequence.
-      order: position of each of the device's columns, or `None` for one part on each device, in their order.
-      length: columns of a part.
+      parts: parts of each device: 1 in the order of the devices, or 2 as in `jaxscale.parallel.context.zigzag`.
       reverse: combine what all later parts do instead, the last one first.
 
     Returns:
       like `ends`; zero for the first part (with `reverse`, the last one).
     """
-    numbers = lax.axis_index(over)[None] if order is None else order[::length] // length
-    ends = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), ends)
-    every = numbers
-    if over:
-        ends, every = (jax.tree.map(_flat, lax.all_gather(x, over)) for x in (ends, numbers))
-    if reverse:
-        numbers, every = (every.shape[0] - 1 - x for x in (numbers, every))
-    in_order = jnp.argsort(every)
-    after = lax.associative_scan(then, jax.tree.map(lambda x: x[in_order], ends), axis=0)
-
-    def mine(x: Array) -> Array:
-        first = (numbers == 0).reshape(-1, *(1,) * (x.ndim - 1))
-        return jnp.moveaxis(jnp.where(first, 0, x[numbers - 1]), 0, 1)
-
-    return jax.tree.map(mine, after)
+    cut = [jax.tree.map(lambda x, i=i: x[:, i], ends) for i in range(parts)]
+    if parts == 1:
+        before = [_before(cut[0], then, over, backwards=reverse)[0]]
+    else:  # device i of n has parts i and 2 n - 1 - i: one walk over the devices goes there, the other one back
+        early, late = reversed(cut) if reverse else cut
+        before_early, until = _before(early, then, over)
+        turn = lax.axis_index(over) == lax.axis_size(over) - 1 if over else True
+        pick = partial(jax.tree.map, partial(jnp.where, turn))
+        before_late, _ = _before(pick(then(until, late), late), then, over, backwards=True)
+        before = [before_early, pick(until, before_late)]
+        if reverse:
+            before.reverse()
+    return jax.tree.map(lambda *parts: jnp.stack(parts, axis=1), *before)
 
 
-def _flat(x: Array) -> Array:
-    """Merge the gathered dimension of devices into the dimension of parts."""
-    return x.reshape(-1, *x.shape[2:])
+def _before(x: Tree, then: Callable[[Tree, Tree], Tree], over: tuple[str, ...], *, backwards: bool = False) -> Pair:
+    """Return what the parts on all devices before this one do (zero for the first), and with this one's own part."""
+    size = lax.axis_size(over) if over else 1
+
+    def sent(x: Tree, step: int) -> Tree:
+        """Send to the device that is so many steps on; the first devices get zeros."""
+        to = [(i, i - step if backwards else i + step) for i in range(size)]
+        return lax.ppermute(x, over, [(i, j) for i, j in to if 0 <= j < size])
+
+    if size == 1:
+        return jax.tree.map(jnp.zeros_like, x), x
+    place = size - 1 - lax.axis_index(over) if backwards else lax.axis_index(over)
+    step = 1
+    while step < size:
+        x = jax.tree.map(partial(jnp.where, place >= step), then(sent(x, step), x), x)
+        step *= 2
+    return sent(x, 1), x
 
 
 def _then(first: Pair, second: Pair) -> Pair:

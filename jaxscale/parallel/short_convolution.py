@@ -42,11 +42,10 @@ def short_convolution(
     if starts is None:
         starts = ((jnp.arange(x.shape[1]) if order is None else order) == 0)[None]
     starts = jnp.broadcast_to(starts, x.shape[:2])
-    places = () if order is None else (order,)
 
-    def local(x: Array, kernel: Array, starts: Array, *order: Array) -> Array:
+    def local(x: Array, kernel: Array, starts: Array) -> Array:
         b, n, channels = x.shape
-        if (over or order) and n // parts < back:
+        if (over or parts > 1) and n // parts < back:
             raise LayoutError(
                 f"a convolution over {back + 1} tokens needs at least {back} in each shard of the sequence, and these "
                 f"have {n // parts}; use longer sequences or fewer devices along it"
@@ -54,10 +53,10 @@ def short_convolution(
         x = x.reshape(b, parts, n // parts, channels)
         documents = jnp.cumsum(starts.reshape(b, parts, n // parts), axis=2)
         before = jnp.zeros((b, parts, back, channels), x.dtype)
-        if back and (over or order):
+        if back and (over or parts > 1):
             mine = documents[:, :, -back:] == documents[:, :, -1:]
             tail = jnp.where(mine[..., None], x[:, :, -back:], 0)
-            before = parts_before(tail, lambda _, later: later, over, order[0] if order else None, n // parts)
+            before = parts_before(tail, lambda _, later: later, over, parts)
         whole = jnp.concatenate([before, x], axis=2)
         documents = jnp.pad(documents, ((0, 0), (0, 0), (back, 0)))
         return convolve(whole, kernel, documents).reshape(b, n, channels)
@@ -68,8 +67,7 @@ def short_convolution(
         x,
         kernel,
         starts,
-        *places,
-        axes=((*tokens, axis), (None, axis), tokens, *[("seq",)] * len(places)),
+        axes=((*tokens, axis), (None, axis), tokens),
         out_axes=(*tokens, axis),
         name="an operand of a short convolution",
     )

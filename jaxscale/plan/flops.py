@@ -119,10 +119,11 @@ def of_step(config: TrainConfig, devices: int | None = None, *, kind: str | None
     """Count the operations of a run's training step over all devices, without devices or a compiler.
 
     Attention counts as it is computed. `dot_product_attention` computes all scores, masked or not. A flash kernel
-    declares the tiles that it may visit: about half of them with a causal mask, and all of them for packed documents
-    (`config.segments`), where data decides. The XLA implementation of flash attention visits all tiles. Padding rows of
-    a dropless all-to-all between experts count, since they are multiplied. Layers of a pipeline stage run again before
-    its backward pass, from saved inputs, which counts as recomputed; bubbles count nothing.
+    declares the tiles that it may visit: about half of them with a causal mask, of packed documents as of one (data
+    decides how many less), and all of them where columns are in another order. The XLA implementation of flash
+    attention visits all tiles. Padding rows of a dropless all-to-all between experts count, since they are multiplied.
+    Layers of a pipeline stage run again before its backward pass, from saved inputs, which counts as recomputed;
+    bubbles count nothing.
 
     Args:
       config: the run's settings.

@@ -47,8 +47,8 @@ def test_a_document_has_the_same_output_alone_packed_and_token_by_token():
 
 @pytest.mark.long
 def test_sigmoid_attention_trains_alike_on_every_layout():
-    layouts = [js.Layout("data=2,fsdp=2,tensor=2"), js.Layout("data=4,pipeline=2")]
-    compare_layouts(dataclasses.replace(CONFIG, depth=2), layouts).check()
+    layouts = [js.Layout("data=2,fsdp=2,tensor=2"), js.Layout("data=4,pipeline=2"), js.Layout("context=4,tensor=2")]
+    compare_layouts(dataclasses.replace(CONFIG, depth=4, windows=(None, 6)), layouts).check()
 
 
 @pytest.mark.parametrize("mesh", [None, pytest.param("context=2,tensor=4", marks=pytest.mark.long)])
@@ -80,6 +80,7 @@ def test_a_length_that_is_none_is_refused(length):
         SigmoidAttention(length)
 
 
-def test_a_sharded_sequence_is_refused_without_advice_for_another_function():
+def test_a_sharded_sequence_of_fewer_queries_than_keys_is_refused_without_advice_for_another_function():
+    q, k = jnp.zeros((1, 4, 4, 8)), jnp.zeros((1, 8, 2, 8))
     with js.Layout("data=2,context=4"), pytest.raises(LayoutError, match="use a mesh without context$"):
-        SigmoidAttention(16).check(16, 4, 2)
+        SigmoidAttention(16)(q, k, k)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,3 +39,18 @@ def test_parts_of_a_sequence_on_devices_go_on_from_each_other(mesh, in_zigzag):
     with layout:
         got = jax.jit(lambda x, y: linear_scan(x, y, AXES, places))(x, y)
     np.testing.assert_allclose(got, want[:, order], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("in_zigzag", [False, True])
+def test_devices_send_one_value_for_each_power_of_two_below_their_number_and_once_more(in_zigzag):
+    """In zigzag order there and back; nothing is gathered, whatever the length."""
+    order = jnp.asarray(zigzag(64, 8), jnp.int32) if in_zigzag else None
+    with Layout("context=8"):
+        x = jnp.ones((1, 64, 4), jnp.float32)
+        text = jax.jit(lambda x, y: linear_scan(x, y, AXES, order)[0]).lower(x, x).compile().as_text()
+    ways, kinds = (2 if in_zigzag else 1), set(re.findall(r"(all-\w+|collective-permute|reduce-scatter)\(", text))
+    assert kinds == {"collective-permute"}
+    sent = [
+        math.prod(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]\S* collective-permute\(", text)
+    ]
+    assert ways * 6 <= sum(sent) / 4 <= ways * 7  # 3 steps of a decay and an update (the last may need one), and one

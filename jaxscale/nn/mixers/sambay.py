@@ -163,8 +163,7 @@ class CrossAttention(nnx.Module):
                 out, _ = keys.cache.attend(keys.state, keys.layer, q, keys.step, value_dim=q.shape[-1], **mask)
             else:
                 k, v = keys
-                tokens = dict[str, Any](segment_ids=context.segment_ids, positions=context.positions)
-                out = self.kernel(q, k, v, causal=True, **tokens, **mask)
+                out = self.kernel(q, k, v, causal=True, **context.tokens(), **mask)
         with jax.named_scope("out"):
             return out_of(constrain(out, *HEADS), self.out, overlap=self.overlap)
 

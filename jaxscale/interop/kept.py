@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -48,7 +49,8 @@ class Keep:
 
     def block(self, field: str) -> dict[str, int]:
         """Return, by letter of our dimensions, how many entries share one of an array's."""
-        return {a[0]: n for a, n in zip(self.bound.ours, self.blocks(field), strict=True)}
+        single = dict.fromkeys(self.bound.letters, 1)
+        return single | {a[0]: n for a, n in zip(self.bound.ours, self.blocks(field), strict=True)}
 
     def blocks(self, field: str) -> tuple[int, ...]:
         """Return, for each of our dimensions, how many entries share one of an array's."""
@@ -173,11 +175,12 @@ class Kept(Foreign):
             tensor = self._spread(self.their(b.key(numbers)), field, keep.kind)
             piece = b.flipped(b.view(tensor), rest)[tuple(slice(*spans[a], block[a]) for a in rest)]
             out[place] = piece
+        out = out.reshape([math.prod(counts[a] for a in group) for group in b.ours])
         cut = zip(inner, sizes, strict=True)
         return np.ascontiguousarray(out[tuple(slice(i // n, -(-j // n)) for (i, j), n in cut)])
 
     def _spread(self, name: str, field: str, kind: Kind) -> np.ndarray:
-        """Return codes, or scales or zero points for each code, (outputs, inputs)."""
+        """Return codes, or scales or zero points for each code, in the checkpoint's orientation."""
         with self._lock:  # several threads may read
             if self._last is None or self._last[0] != name:
                 self._last = None
@@ -193,22 +196,22 @@ class Kept(Foreign):
         return spread(values, planes.codes.shape, kind)
 
 
-def spread(values: np.ndarray, shape: tuple[int, int], kind: Kind) -> np.ndarray:
-    """Return one value per block for each entry of a matrix.
+def spread(values: np.ndarray, shape: tuple[int, ...], kind: Kind) -> np.ndarray:
+    """Return one value per block for each entry of a weight.
 
     Args:
-      values: (blocks of outputs, blocks of inputs).
-      shape: of the matrix.
+      values: one per block.
+      shape: of the weight, as in `Planes`.
       kind: the sizes of blocks.
     """
-    values = np.repeat(values, kind.rows or shape[0], axis=0)[: shape[0]]
-    return np.repeat(values, kind.columns or shape[1], axis=1)[:, : shape[1]]
+    for axis, n in enumerate(kind.block(shape)):
+        values = np.repeat(values, n, axis=axis)
+    return values[tuple(map(slice, shape))]
 
 
 def gathered(values: np.ndarray, kind: Kind) -> np.ndarray:
     """Return the first of each block; the inverse of `spread`."""
-    rows, columns = values.shape
-    return np.ascontiguousarray(values[:: kind.rows or rows, :: kind.columns or columns])
+    return np.ascontiguousarray(values[tuple(slice(None, None, n) for n in kind.block(values.shape))])
 
 
 def _dtype(name: str) -> np.dtype:
@@ -225,7 +228,8 @@ def _format(kind: Kind, b: Bound, info: TensorInfo, name: str) -> Stored:
         raise cannot_keep(name, f"{b.name} is used in other ways than in products")
     _, inputs, outputs = dimensions(len(b.shape), info.contracted)
     letters = tuple(a for d in inputs for a in b.ours[d])
-    if any(len(a) != 1 for a in b.ours) or len(b.theirs) != 2 or letters != b.theirs[1]:
+    single = all(b.sizes[a] == 1 for group in b.ours for a in group[1:])
+    if not single or len(b.theirs) not in (2, 3) or letters != b.theirs[1]:
         raise cannot_keep(name, f"its inputs are not the columns of its matrix, as {b.name} needs them")
     if kind.columns is not None and block_of([b.shape[d] for d in inputs], kind.columns) is None:
         sizes = " x ".join(str(b.shape[d]) for d in inputs)
@@ -278,9 +282,8 @@ def tensors_as_kept(
 
 
 def _empty(shape: tuple[int, ...], kind: Kind) -> Planes:
-    rows, columns = shape
     few = kind.scale in ("e8m0", "e4m3")
-    blocks = -(-rows // (kind.rows or rows)), -(-columns // (kind.columns or columns))
+    blocks = tuple(-(-size // n) for size, n in zip(shape, kind.block(shape), strict=True))
     scale = np.zeros(blocks, np.uint8 if few else _dtype(kind.scale))
     over = np.zeros((1, 1), np.float32) if kind.scale == "e4m3" else None
     return Planes(np.zeros(shape, np.uint8), scale, scale.astype(np.uint8) if kind.zeros else None, over)

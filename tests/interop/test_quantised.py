@@ -17,7 +17,7 @@ from jaxscale.interop import SafeTensors, open_pretrained
 from jaxscale.interop.safetensors import DTYPES, write_header
 from jaxscale.interop.stored import Decoded, layout_of
 from jaxscale.models import TransformerConfig
-from jaxscale.nn import MixtureOfExperts, MultiHeadLatent, Rotary, SoftmaxRouter
+from jaxscale.nn import ClampedSwiGLU, MixtureOfExperts, MultiHeadLatent, Rotary, SinkMultiHead, SoftmaxRouter
 from jaxscale.nn.formats.numbers import NF4
 from tests.truth import packed
 from tests.truth.adapted import drawn
@@ -289,6 +289,38 @@ def test_latent_attention_and_experts_are_kept(tmp_path):
             assert theirs.tobytes() == tensor.tobytes(), key
     greedy = dict(temperature=0, max_tokens=5, ignore_end=True)
     assert stored.generate(np.array([1, 2, 3]), **greedy).ids == wide.generate(np.array([1, 2, 3]), **greedy).ids
+
+
+def test_experts_of_mxfp4_are_kept_with_alternating_gates_in_arrays_of_their_own(tmp_path):
+    """GPT-OSS: one tensor has the gates and the others of all experts of a layer, row by row."""
+    model = TransformerConfig(
+        depth=2, vocab=64, width=64, heads=2, hidden=32, bias=True, windows=(8, None), attention_layer=SinkMultiHead(),
+        mlp=MixtureOfExperts(3, 2, hidden=32, expert=ClampedSwiGLU),
+    )  # fmt: skip
+    plain = SafeTensors(export_checkpoint(drawn(model, tmp_path / "base"), tmp_path / "plain"))
+    made = {}
+    for name in plain:
+        with plain.reading(name) as tensor:
+            whole = np.array(tensor)
+        few = name.endswith(("gate_up_proj", "down_proj"))
+        made |= (
+            {name + end: a for end, a in packed.mxfp4(whole.transpose(0, 2, 1))[0].items()} if few else {name: whole}
+        )
+    config = json.loads((plain.folder / "config.json").read_text())
+    folder = _write(tmp_path / "theirs", made, {"quant_method": "mxfp4"}, **config)
+    stored, wide = (
+        import_checkpoint(folder, tmp_path / str(widen), widen=widen, layout="tensor=2,expert=3")
+        for widen in (False, True)
+    )
+    leaves = stored.checkpoints.manifest(0)["leaves"]
+    assert leaves["params/runs/0/blocks/0/mlp/gate/codes"]["shape"] == [1, 3, 32, 32]  # two codes in a byte
+    for a, b in zip(jax.tree.leaves(stored.params()), jax.tree.leaves(wide.params()), strict=True):
+        np.testing.assert_array_equal(a, b)
+    back = SafeTensors(export_checkpoint(stored, tmp_path / "out", as_imported=True))
+    assert set(back) == set(made)
+    for key, tensor in made.items():
+        with back.reading(key) as theirs:
+            assert theirs.tobytes() == tensor.tobytes(), key
 
 
 @pytest.mark.long

@@ -57,14 +57,25 @@ class Kind:
     zeros: bool = False
     activations: int | None = None
 
+    def block(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return how many entries along each dimension share a scale.
+
+        Args:
+          shape: of the weight, as in `Planes`.
+        """
+        if len(shape) == 2:
+            return self.rows or shape[0], self.columns or shape[1]
+        return 1, self.columns or shape[1], self.rows or shape[2]
+
 
 @dataclasses.dataclass(frozen=True)
 class Planes:
     """The content of a weight that is kept as it is, in the checkpoint's orientation.
 
     Args:
-      codes: uint8 (outputs, inputs), one code in a byte.
-      scale: float, one per block (blocks of outputs, blocks of inputs); of types of 8 bits their bytes.
+      codes: uint8 (outputs, inputs), or (experts, inputs, outputs) of all experts of a layer; one code in a byte.
+      scale: float, one per block (blocks of outputs, blocks of inputs, or with experts likewise); of types of 8 bits
+        their bytes.
       zeros: uint8, likewise.
       over: float32 (1, 1), the number that all scales are divided by.
     """

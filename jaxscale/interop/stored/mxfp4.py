@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxscale.interop.fields import Fields
-from jaxscale.interop.stored.bits import e2m1, e8m0
-from jaxscale.interop.stored.layout import Arrays, Entries, Form, QuantisedLayout, finite, misfit
+from jaxscale.interop.stored.bits import e2m1, e8m0, pack_along, unpack
+from jaxscale.interop.stored.layout import Arrays, Entries, Form, Kind, Planes, QuantisedLayout, finite, misfit
 
 
 class MXFP4Experts(QuantisedLayout):
@@ -43,3 +43,20 @@ class MXFP4Experts(QuantisedLayout):
         values = e2m1(arrays["codes"])
         values *= scale[..., None]
         return np.ascontiguousarray(values.reshape(*scale.shape[:2], -1).transpose(0, 2, 1))
+
+    def kind(self, name: str, entries: Entries, small: Callable[[str], np.ndarray]) -> Kind:
+        """See `QuantisedLayout.kind`."""
+        return Kind("e2m1", 1, 2 * entries["codes"].shape[-1], "e8m0")
+
+    def planes(self, name: str, arrays: Arrays) -> Planes:
+        """See `QuantisedLayout.planes`."""
+        codes, scale = arrays["codes"], arrays["scale"]
+        finite(name, "the scale", e8m0(scale))
+        codes = unpack(codes, 4, 2 * codes.shape[-1]).reshape(*scale.shape[:2], -1)
+        return Planes(codes.transpose(0, 2, 1), scale.transpose(0, 2, 1))
+
+    def tensors(self, kind: Kind, planes: Planes) -> dict[str, np.ndarray]:
+        """See `QuantisedLayout.tensors`."""
+        codes, scale = (x.transpose(0, 2, 1) for x in (planes.codes, planes.scale))
+        packed = pack_along(codes.reshape(*scale.shape, -1), 4, -1)
+        return {"_blocks": packed, "_scales": np.ascontiguousarray(scale)}

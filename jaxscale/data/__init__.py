@@ -15,6 +15,7 @@ from jaxscale.data.chat_files import ChatFiles as chat_files
 from jaxscale.data.devices import to_devices
 from jaxscale.data.documents import TextCorpus
 from jaxscale.data.hf_dataset import HFDataset as hf_dataset
+from jaxscale.data.infilling import Infilled as infilled
 from jaxscale.data.jsonl_files import JsonlFiles as jsonl_files
 from jaxscale.data.labelled_files import LabelledFiles as labelled_files
 from jaxscale.data.loader import Loader, heldout_batches
@@ -65,6 +66,7 @@ __all__ = [
     "chat_files",
     "heldout_batches",
     "hf_dataset",
+    "infilled",
     "jsonl_files",
     "megatron_tokens",
     "mixture",

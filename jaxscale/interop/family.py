@@ -92,8 +92,11 @@ def infos_of(config: TransformerConfig) -> Any:
 
 
 _OWN = frozenset(
-    ("memory", "scan", "attention", "overlap", "dropout", "dtype", "param_dtype", "stack", "parametrisation")
-)
+    (
+        "memory", "scan", "attention", "overlap", "dropout", "dtype", "param_dtype", "stack", "parametrisation",
+        "embed_gradient",
+    )
+)  # fmt: skip
 """Fields of a config about how the model is computed and trained, which do not change its values."""
 
 _LAYERS = frozenset(("blocks", "attention_layer", "mlp", "dense_mlp", "dense_layers", "mlp_every", "windows"))

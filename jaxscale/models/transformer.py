@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxscale.errors import LayoutError
+from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import constrain
 from jaxscale.layout.tensors import Tree
 from jaxscale.models.base import arrange
@@ -97,6 +97,7 @@ class Transformer(nnx.Module):
         *,
         positions: Int[Array, "b s"] | None = None,
         segment_ids: Int[Array, "b s"] | None = None,
+        mask_positions: Int[Array, "b s"] | None = None,
         key: Array | None = None,
         rows: Int[Array, " b"] | None = None,
         arranged: bool = False,
@@ -108,6 +109,8 @@ class Transformer(nnx.Module):
           tokens: ids, integer.
           positions: position of each token in its document; counted from the start of the row by default.
           segment_ids: document of each token within the row (packing), in the order of their positions; 0 is padding.
+          mask_positions: what the causal mask compares in place of `positions`: tokens with one number attend to each
+            other (see `jaxscale.step.BlankInfilling`); each row is then one document.
           key: random key for dropout; `None` in evaluation.
           rows: number of each row in the step's batch; in order by default.
           arranged: columns, also those of the result, are in the order of `order`; else in their natural order.
@@ -118,8 +121,9 @@ class Transformer(nnx.Module):
             tokens, positions, segment_ids = with_prompt(self.config, tokens, positions, segment_ids)
         order = None if cache is not None else self.order(tokens.shape[1])
         if order is not None and not arranged:
-            tokens, positions, segment_ids = arrange((tokens, positions, segment_ids), order)
-        inputs: dict[str, Any] = dict(segment_ids=segment_ids, key=key, rows=rows)
+            each = (tokens, positions, segment_ids, mask_positions)
+            tokens, positions, segment_ids, mask_positions = arrange(each, order)
+        inputs: dict[str, Any] = dict(segment_ids=segment_ids, mask_positions=mask_positions, key=key, rows=rows)
         context = self.context(tokens.shape[1], positions=positions, order=order, **inputs)
         x, stats = self.layers(self.begin(tokens, positions, order, packed=cache is not None), context, cache=cache)
         x = self.finish(x)
@@ -164,7 +168,7 @@ class Transformer(nnx.Module):
         states, reported = [], []
         for k, (module, ids) in enumerate(zip(self.multi_token or (), tokens, strict=True)):
             with jax.named_scope(f"multi_token/{k}"):
-                embedded = self.embed(ids)
+                embedded = self._embedded(ids)
                 if self.config.embed_scale is not None:
                     embedded = embedded * jnp.asarray(self.config.embed_scale, embedded.dtype)
                 hidden, stats = module(hidden, embedded, context)
@@ -195,7 +199,7 @@ class Transformer(nnx.Module):
         """
         c = self.config
         with jax.named_scope("embed"):
-            x = self.embed(tokens if self.prompt is None else jnp.minimum(tokens, c.vocab - 1))
+            x = self._embedded(tokens if self.prompt is None else jnp.minimum(tokens, c.vocab - 1))
             if self.prompt is not None:
                 own = self.prompt(jnp.clip(tokens - c.vocab, 0, c.soft_prompt - 1))
                 x = jnp.where((tokens >= c.vocab)[..., None], own.astype(x.dtype), x)
@@ -207,12 +211,20 @@ class Transformer(nnx.Module):
                 x = x + self.positions(jnp.broadcast_to(_positions_of(tokens.shape[1], positions, order), tokens.shape))
             return c.stack.enter(x)
 
+    def _embedded(self, tokens: Int[Array, "b s"]) -> Float[Array, "b s e"]:
+        x, share = self.embed(tokens), self.config.embed_gradient
+        if share == 1:
+            return x
+        part = jnp.asarray(share, x.dtype)
+        return x * part + jax.lax.stop_gradient(x) * (1 - part)
+
     def context(
         self,
         seq: int,
         *,
         positions: Int[Array, "b s"] | None = None,
         segment_ids: Int[Array, "b s"] | None = None,
+        mask_positions: Int[Array, "b s"] | None = None,
         order: Int[np.ndarray, "s"] | None = None,
         **inputs: Any,
     ) -> Context:
@@ -222,10 +234,16 @@ class Transformer(nnx.Module):
           seq: number of columns.
           positions: see `hidden_and_stats`.
           segment_ids: see `hidden_and_stats`.
+          mask_positions: see `hidden_and_stats`.
           order: position of each column, if columns are not in the natural order.
           **inputs: `key` and `rows`, see `hidden_and_stats`.
+
+        Raises:
+          ConfigError: there are both segments and `mask_positions`.
         """
         c = self.config
+        if mask_positions is not None and segment_ids is not None:
+            raise ConfigError("mask_positions need rows of one document each; leave out segment_ids")
         if positions is not None and segment_ids is not None:
             # the positions of padding are its columns, as context-parallel attention requires
             positions = jnp.where(segment_ids == 0, _positions_of(seq, None, order), positions)
@@ -233,7 +251,8 @@ class Transformer(nnx.Module):
         place = _positions_of(seq, positions, order)
         rotary = {r: r.tables(place, c.sizes.rotary_dim) for r in kinds if r is not None}
         columns = None if order is None else jnp.asarray(order, jnp.int32)
-        return Context(positions, segment_ids, rotary, order=columns, **inputs)
+        masks = positions if mask_positions is None else mask_positions
+        return Context(masks, segment_ids, rotary, order=columns, **inputs)
 
     def layers(
         self,

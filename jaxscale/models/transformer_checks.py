@@ -152,6 +152,10 @@ def check_transformer(c: TransformerConfig) -> None:
             else:
                 continue
             raise ConfigError(f"Block.rotary = False has no effect with {why}; remove it")
+    if not 0.0 < c.embed_gradient <= 1.0:
+        raise ConfigError(
+            f"Transformer.embed_gradient = {c.embed_gradient}: must be above 0 and at most 1, which changes nothing"
+        )
     if not 0.0 <= c.dropout < 1.0:
         raise ConfigError(f"Transformer.dropout = {c.dropout}: must be at least 0 and below 1")
     for name in ("dtype", "param_dtype"):

@@ -99,6 +99,8 @@ class TransformerConfig:
       soft_prompt: number of vectors before each row, in place of token embeddings (`SoftPrompt` trains them alone).
       multi_token: number of modules that predict further tokens (DeepSeek-V3: 1); `NextTokens` trains them.
       embed_scale: factor on token embeddings (Gemma: sqrt of the width), or `None`.
+      embed_gradient: factor on the gradient of the token embedding, 0.1 in GLM-130B (Zeng et al. 2022); that of a tied
+        output head is not scaled.
       dropout: dropout probability on each sub-layer's output in training.
       dtype: dtype of the computation; norms, softmax and loss are float32 in any case.
       param_dtype: dtype of the parameters.
@@ -151,6 +153,7 @@ class TransformerConfig:
     soft_prompt: int = 0
     multi_token: int = 0
     embed_scale: float | None = None
+    embed_gradient: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     dropout: float = 0.0

@@ -20,7 +20,8 @@ class Context:
     """Inputs that all layers share in a forward pass over a batch.
 
     Args:
-      positions: position of each token in its document, int32; `None` counts from the start of the row.
+      positions: what causal masks and windows compare, int32: the position of each token in its document, or one number
+        for all tokens that attend to each other; `None` counts from the start of the row.
       segment_ids: document of each token within the row, int32, 0 for padding; `None` is one document per row.
       rotary: cosine and sine tables by `Rotary`.
       key: random key of this pass, for dropout; `None` is no dropout.

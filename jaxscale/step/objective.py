@@ -321,6 +321,7 @@ def hidden_of(
     if order is not None:
         batch = arrange(batch, order)
     inputs: dict[str, Any] = {k: batch.get(k) for k in ("positions", "segment_ids", "rows")}
+    inputs |= {k: batch[k] for k in ("mask_positions",) if k in batch}
     inputs |= {} if order is None else {"arranged": True}
     hidden, stats = hidden_and_stats(model, batch["tokens"], key=key, **inputs)
     return hidden, stats, batch

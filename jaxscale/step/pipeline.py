@@ -389,6 +389,7 @@ class Pipelined:
         def stage(chunk: Tree, x: Tree, micro: Tree, parts: Tree) -> Tree:
             (x, stats), model = x, whole(nothing, chunk)
             inputs = {k: micro.get(k) for k in ("positions", "segment_ids", "key", "rows")}
+            inputs |= {k: micro[k] for k in ("mask_positions",) if k in micro}
             x, more = model.layers(x, model.context(micro["tokens"].shape[1], order=order, **inputs), parts)
             return x, sum_of([stats, more])
 

@@ -58,6 +58,7 @@ def test_the_loss_is_that_of_the_paper_in_float64():
     np.testing.assert_allclose(got, nats / counted, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_a_sharded_sequence_trains_to_the_same_numbers():
     model = dataclasses.replace(MODEL, multi_token=1)
     assert_layouts_agree(model, [js.Layout("tensor=2,context=2")], batch=BATCH, objective=NextTokens(), steps=1)

@@ -1,5 +1,6 @@
 """Objectives beside `NextToken`, a file each (`train.objective`)."""
 
+from jaxscale.step.objectives.blank_infilling import BlankInfilling
 from jaxscale.step.objectives.classification import Classification
 from jaxscale.step.objectives.dapo import DAPO
 from jaxscale.step.objectives.distill import Distill
@@ -18,6 +19,7 @@ from jaxscale.step.objectives.rloo import RLOO, ReMax
 from jaxscale.step.objectives.simpo import SimPO
 
 __all__ = [
+    "BlankInfilling",
     "Classification",
     "DAPO",
     "DPO",

@@ -309,6 +309,7 @@ class _Writer:
             kind, own = keep.kind, keep.format
             codes = self._assembled(parts, "codes")
             scale = gathered(self._assembled(parts, keep.scales), kind)
+            scale = scale.astype(_dtype(kind.scale)) if own.float_scales else scale  # a wider type than ours, if any
             zeros = gathered(self._assembled(parts, "zero/codes"), kind) if own.zeros else None
             over = self._assembled(parts, "scale/scale")[:1, :1] if kind.scale == "e4m3" else None
             if kind.zeros and zeros is None:  # symmetric integers, with the zero point in the middle

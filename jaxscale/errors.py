@@ -71,6 +71,25 @@ class OutOfMemory(JaxscaleError, MemoryError):
     """A step that does not fit the devices' memory; the message lists the largest arrays and possible remedies."""
 
 
+def check_whole(setting: str, value: Any, least: int = 1, most: int | None = None, *, optional: bool = False) -> None:
+    """Check that a setting is a whole number.
+
+    Args:
+      setting: its name, such as "Stored.group".
+      value: its value.
+      least: the smallest number.
+      most: the largest number; `None` is any.
+      optional: whether it may be `None`.
+
+    Raises:
+      ConfigError: it is not.
+    """
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not (optional and value is None) and not (whole and least <= value <= (value if most is None else most)):
+        numbers = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ConfigError(f"{setting} = {value!r}: must be a whole number {numbers}{', or None' if optional else ''}")
+
+
 def near(word: str, known: Iterable[str], *, cutoff: float = 0.5, bindings: bool = False) -> str:
     """The end of an error message: `; did you mean 'fsdp'?`, or the valid words if none is similar.
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from jaxscale.convert.new_run import begin, check_new, finish, save_params
 from jaxscale.data import Loader
-from jaxscale.errors import ConfigError, DataError, LayoutError
+from jaxscale.errors import ConfigError, DataError, LayoutError, check_whole
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.layout.tensors import Tree
 from jaxscale.models import TransformerConfig
@@ -59,8 +59,7 @@ class Gates:
     pressure: float = 10.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.steps, int) or self.steps < 1:
-            raise ConfigError(f"Gates.steps = {self.steps!r}: must be a whole number of at least 1")
+        check_whole("Gates.steps", self.steps)
         for name in ("lr", "pressure"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"Gates.{name} = {getattr(self, name)!r}: must be above 0")

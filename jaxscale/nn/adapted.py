@@ -51,22 +51,43 @@ class Adapted(Weight):
 
     def infos(self, info: TensorInfo) -> Tree:
         """See `Weight`: the kernel's own, and the kernel's inputs or outputs with the axis "rank"."""
-        lead = self.a.ndim + self.b.ndim - len(info.shape) - 2
-        inputs = self.a.ndim - 1
-        sides = (
-            ("a", self.a, (*info.axes[:inputs], "rank")),
-            ("b", self.b, (*info.axes[:lead], "rank", *info.axes[inputs:])),
-        )
-        a, b = (TensorInfo(f"{info.path}/{name}", tuple(x.shape), x.dtype, axes) for name, x, axes in sides)
+        a, b = infos_of_factors(self.a, self.b, self.a.ndim + self.b.ndim - len(info.shape) - 2, info)
         inner = dataclasses.replace(info, path=f"{info.path}/kernel")
         return Adapted(as_weight(self.kernel).infos(inner), a, b, self.scale)  # type: ignore[arg-type]
 
     def dense(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """Return the sum as one array, added in float32; the default dtype is the kernel's."""
-        base, rank = as_weight(self.kernel).dense(), self.a.shape[-1]
-        lead = self.a.ndim + self.b.ndim - base.ndim - 2
-        stack, inputs = self.a.shape[:lead], self.a.shape[lead:-1]
-        a = self.a.astype(jnp.float32).reshape(*stack, math.prod(inputs), rank)
-        b = self.b.astype(jnp.float32).reshape(*stack, rank, -1)
-        more = self.scale * jnp.matmul(a, b, precision="highest")
-        return (base.astype(jnp.float32) + more.reshape(base.shape)).astype(base.dtype if dtype is None else dtype)
+        base = as_weight(self.kernel).dense()
+        more = self.scale * product_of_factors(self.a, self.b, self.a.ndim + self.b.ndim - base.ndim - 2)
+        return (base.astype(jnp.float32) + more).astype(base.dtype if dtype is None else dtype)
+
+
+def product_of_factors(a: Float[Array, "..."], b: Float[Array, "..."], lead: int) -> Float[Array, "..."]:
+    """Return the kernel `a · b`, float32.
+
+    Args:
+      a: `(*layers, *inputs, rank)`.
+      b: `(*layers, rank, *outputs)`.
+      lead: how many dimensions of layers come first.
+    """
+    stack, rank = a.shape[:lead], a.shape[-1]
+    left = a.astype(jnp.float32).reshape(*stack, math.prod(a.shape[lead:-1]), rank)
+    right = b.astype(jnp.float32).reshape(*stack, rank, -1)
+    return jnp.matmul(left, right, precision="highest").reshape(*a.shape[:-1], *b.shape[lead + 1 :])
+
+
+def infos_of_factors(
+    a: Float[Array, "..."], b: Float[Array, "..."], lead: int, info: TensorInfo
+) -> tuple[TensorInfo, TensorInfo]:
+    """Return a `TensorInfo` for each factor: the kernel's inputs or outputs, and the axis "rank".
+
+    Args:
+      a: see `product_of_factors`.
+      b: likewise.
+      lead: likewise.
+      info: of the kernel.
+    """
+    axes, inputs = info.axes, a.ndim - 1
+    sides = ("a", a, (*axes[:inputs], "rank")), ("b", b, (*axes[:lead], "rank", *axes[inputs:]))
+    of_a, of_b = (TensorInfo(f"{info.path}/{name}", tuple(x.shape), x.dtype, own) for name, x, own in sides)
+    return of_a, of_b

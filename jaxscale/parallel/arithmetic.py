@@ -23,6 +23,16 @@ Cut = tuple[tuple[str, ...], ...]
 """For each dimension the manual mesh axes of an enclosing `shard_map` that shard it."""
 
 
+def cut_along(dims: Sequence[int], cut: Cut) -> tuple[str, ...]:
+    """Return the manual mesh axes that shard any of some dimensions.
+
+    Args:
+      dims: the dimensions.
+      cut: the axes of each dimension; empty is none.
+    """
+    return tuple(dict.fromkeys(m for d in dims for m in cut[d])) if cut else ()
+
+
 class Numbers(abc.ABC):
     """The numbers to which the operands of a product are rounded, and the product of rounded operands.
 

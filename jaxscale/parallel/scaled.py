@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num, UInt32
 
 from jaxscale.errors import ConfigError
-from jaxscale.parallel.arithmetic import RAGGED_OUTER, Cut, Dims, Numbers
+from jaxscale.parallel.arithmetic import RAGGED_OUTER, Cut, Dims, Numbers, cut_along
 from jaxscale.parallel.seeds import uniform
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
@@ -187,7 +187,7 @@ class Scaled(Numbers):
         elif self.block is None:
             over = [d for d in range(a.ndim) if d not in batch] if self.shared else dims
             largest = jnp.max(magnitudes(a), axis=tuple(over), keepdims=True)
-            if axes := tuple(dict.fromkeys(m for d in over for m in (cut[d] if cut else ()))):
+            if axes := cut_along(over, cut):
                 largest = lax.pmax(largest, axes)
         else:
             at, n = dims[-1], a.shape[dims[-1]]

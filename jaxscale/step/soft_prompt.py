@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, check_whole
 from jaxscale.layout import Layout, TensorInfo
 from jaxscale.models import ModelConfig, TransformerConfig
 from jaxscale.nn import WeightFormat, as_weight
@@ -46,8 +46,7 @@ class SoftPrompt(Adapters):
     base: WeightFormat | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.length, bool) or not isinstance(self.length, int) or self.length < 1:
-            raise ConfigError(f"SoftPrompt.length = {self.length!r}: must be a whole number of at least 1")
+        check_whole("SoftPrompt.length", self.length)
 
     def model(self, model: ModelConfig, start: ModelConfig) -> ModelConfig:
         """Return the model with a prompt.

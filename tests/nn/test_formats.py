@@ -290,7 +290,8 @@ def test_settings_out_of_range_name_what_there_is():
     for wrong, message in (
         (dict(numbers="int9"), "no numbers 'int9'"), (dict(numbers="nf3"), "did you mean 'nf4'"),
         (dict(scale="float23"), "Stored.scale = 'float23'"), (dict(zeros=True), "need 'uint4'"),
-        (dict(numbers="kmeans9"), "1 to 8 bits"), (dict(word="int8"), "'uint8' or 'uint32'"), (dict(group=0), "above"),
+        (dict(numbers="kmeans9"), "1 to 8 bits"), (dict(word="int8"), "'uint8' or 'uint32'"),
+        (dict(group=0), "at least 1, or None"),
         (dict(outputs=True), "Stored.outputs = True"), (dict(activations=1), "2 to 8 bits"),
         (dict(numbers="nf4", activations=8), "needs products of integers"),
         (dict(scale=Stored("kmeans4")), "no tables of their own"),

@@ -312,7 +312,7 @@ def test_rules_choose_layers_by_axis_and_by_path():
     "make, words",
     [
         (lambda: Int8(scaling="row"), ("'row'", "'channel', 'tensor' or 'delayed'")),
-        (lambda: MXFP8(block=0), ("MXFP8.block = 0", "above 0")),
+        (lambda: MXFP8(block=0), ("MXFP8.block = 0", "at least 1")),
         (lambda: Int8(scaling="tensor", block=8), ("remove one",)),
         (lambda: Int8(forward=False, input_gradient=False), ("no product", "kernel_gradient")),
         (lambda: Int8(input_gradient=False, stochastic=True), ("stochastic", "False")),

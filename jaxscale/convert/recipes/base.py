@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, check_whole
 from jaxscale.layout import TensorInfo
 from jaxscale.layout.tensors import Tree
 from jaxscale.nn.formats import Stored, StoredWeight, numbers_of
@@ -95,8 +95,7 @@ class Recipe(abc.ABC):
     weights: Stored | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bits, int) or isinstance(self.bits, bool) or not 1 <= self.bits <= 8:
-            raise ConfigError(f"{type(self).__name__}.bits = {self.bits!r}: must be a whole number from 1 to 8")
+        check_whole(f"{type(self).__name__}.bits", self.bits, 1, 8)
         if self.weights is not None and not isinstance(self.weights, Stored):
             raise ConfigError(
                 f"{type(self).__name__}.weights must be a Stored format such as @nf4(), not {self.weights!r}"

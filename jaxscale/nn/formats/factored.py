@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,8 @@ from jaxtyping import Array, Float
 from jaxscale.config import register
 from jaxscale.layout import TensorInfo
 from jaxscale.layout.tensors import Tree
-from jaxscale.nn.formats.low_rank import check_factors, factors, refuse_rank
-from jaxscale.nn.formats.stored import dimensions
+from jaxscale.nn.adapted import infos_of_factors, product_of_factors
+from jaxscale.nn.formats.low_rank import check_factors, factors_of, refuse_rank
 from jaxscale.nn.weight_format import WeightFormat
 from jaxscale.parallel import Arithmetic, Weight, as_weight
 
@@ -45,10 +44,7 @@ class Factored(Weight):
 
     def dense(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """See `Weight`; in float32 by default."""
-        stack = self.a.shape[: self._lead]
-        a = self.a.astype(jnp.float32).reshape(*stack, -1, self.a.shape[-1])
-        b = self.b.astype(jnp.float32).reshape(*stack, self.a.shape[-1], -1)
-        return jnp.matmul(a, b, precision="highest").reshape(self.shape).astype(dtype or jnp.float32)
+        return product_of_factors(self.a, self.b, self._lead).astype(dtype or jnp.float32)
 
     def matmul(
         self, x: Float[Array, "..."], axes: tuple[str, ...], contracted: tuple[int, ...], arithmetic: Arithmetic
@@ -62,10 +58,7 @@ class Factored(Weight):
 
     def infos(self, info: TensorInfo) -> Tree:
         """See `Weight`: the kernel's inputs or outputs, and the axis "rank"."""
-        lead, at = self._lead, self.a.ndim - 1
-        sides = ("a", self.a, (*info.axes[:at], "rank")), ("b", self.b, (*info.axes[:lead], "rank", *info.axes[at:]))
-        a, b = (TensorInfo(f"{info.path}/{name}", tuple(x.shape), x.dtype, axes) for name, x, axes in sides)
-        return Factored(a, b, self.inputs)  # type: ignore[arg-type]
+        return Factored(*infos_of_factors(self.a, self.b, self._lead, info), self.inputs)  # type: ignore[arg-type]
 
 
 @register
@@ -97,8 +90,4 @@ class Factors(WeightFormat):
 
     def encode(self, kernel: Float[Array, "..."], contracted: tuple[int, ...]) -> Factored:
         """See `WeightFormat`."""
-        lead, inputs, outputs = dimensions(kernel.ndim, contracted)
-        stack, ins, outs = (tuple(kernel.shape[d] for d in dims) for dims in (lead, inputs, outputs))
-        a, b = factors(kernel.astype(jnp.float32).reshape(*stack, math.prod(ins), -1), self.rank)
-        a, b = a.reshape(*stack, *ins, self.rank), b.reshape(*stack, self.rank, *outs)
-        return Factored(a.astype(self.dtype), b.astype(self.dtype), len(ins))
+        return Factored(*factors_of(kernel, contracted, self.rank, self.dtype), len(contracted))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Num, UInt8
 
 ROUNDS = 20
 
@@ -27,19 +27,33 @@ def codebook(x: Float[Array, "..."], lead: int, bits: int) -> Float[Array, "... 
 
     def one(values: Array) -> Array:
         values = jnp.sort(values)
-        sums = jnp.concatenate([jnp.zeros(1), jnp.cumsum(values)])
         n = 2**bits
         first = values[np.array([(2 * i + 1) * values.size // (2 * n) for i in range(n)])]  # beyond int32 in between
-
-        def move(_: int, centres: Array) -> Array:
-            ends = jnp.searchsorted(values, (centres[1:] + centres[:-1]) / 2)
-            ends = jnp.concatenate([jnp.zeros(1, ends.dtype), ends, jnp.full(1, values.size, ends.dtype)])
-            counts, total = jnp.diff(ends), jnp.diff(sums[ends])
-            return jnp.sort(jnp.where(counts > 0, total / jnp.maximum(counts, 1), centres))
-
-        return jax.lax.fori_loop(0, ROUNDS, move, first)
+        return centres(values, jnp.arange(values.size + 1), jnp.cumsum(values), first)
 
     return jax.vmap(one)(flat).reshape(*x.shape[:lead], *(1,) * (x.ndim - lead), 2**bits)
+
+
+def centres(
+    values: Float[Array, " v"], before: Num[Array, " v+1"], sums: Float[Array, " v"], first: Float[Array, " n"]
+) -> Float[Array, " n"]:
+    """Return the centres of clusters of numbers after 20 rounds of Lloyd's algorithm.
+
+    Args:
+      values: the numbers, in rising order.
+      before: how many weights are below each number, and all of them at the end.
+      sums: of the weights up to each number.
+      first: the centres that the first round starts from.
+    """
+    sums = jnp.concatenate([jnp.zeros(1), sums])
+
+    def move(_: int, now: Array) -> Array:
+        ends = jnp.searchsorted(values, (now[1:] + now[:-1]) / 2)
+        ends = jnp.concatenate([jnp.zeros(1, ends.dtype), ends, jnp.full(1, values.size, ends.dtype)])
+        counts, total = jnp.diff(before[ends]), jnp.diff(sums[ends])
+        return jnp.sort(jnp.where(counts > 0, total / jnp.maximum(counts, 1), now))
+
+    return jax.lax.fori_loop(0, ROUNDS, move, first)
 
 
 def nearest(x: Float[Array, "..."], table: Float[Array, "... n"], lead: int) -> UInt8[Array, "..."]:

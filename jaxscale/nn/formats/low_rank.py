@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, check_whole
 from jaxscale.layout import TensorInfo
 from jaxscale.layout.tensors import Tree
 from jaxscale.nn.adapted import Adapted
-from jaxscale.nn.formats.stored import FLOATS, Stored, dimensions
+from jaxscale.nn.formats.stored import FLOATS, Stored, sizes_of
 from jaxscale.nn.weight_format import WeightFormat
 
 
@@ -55,11 +55,25 @@ class WithLowRank(WeightFormat):
     def encode(self, kernel: Float[Array, "..."], contracted: tuple[int, ...]) -> Adapted:
         """See `WeightFormat`; the low-rank part is the error's largest singular vectors."""
         weight = self.weights.encode(kernel, contracted)
-        lead, inputs, outputs = dimensions(kernel.ndim, contracted)
-        sizes = [[kernel.shape[d] for d in dims] for dims in (lead, inputs, outputs)]
-        error = (kernel.astype(jnp.float32) - weight.dense()).reshape(*sizes[0], math.prod(sizes[1]), -1)
-        a, b = (x.astype(self.dtype) for x in factors(error, self.rank))
-        return Adapted(weight, a.reshape(*sizes[0], *sizes[1], -1), b.reshape(*sizes[0], self.rank, *sizes[2]), 1.0)
+        return Adapted(
+            weight, *factors_of(kernel.astype(jnp.float32) - weight.dense(), contracted, self.rank, self.dtype), 1.0
+        )
+
+
+def factors_of(
+    kernel: Float[Array, "..."], contracted: tuple[int, ...], rank: int, dtype: str
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Return a kernel's factors, `(*layers, *inputs, rank)` and `(*layers, rank, *outputs)`; see `factors`.
+
+    Args:
+      kernel: the kernel.
+      contracted: its dimensions that a product sums over.
+      rank: of the product.
+      dtype: of the factors.
+    """
+    stack, ins, outs = sizes_of(kernel.shape, contracted)
+    a, b = factors(kernel.astype(jnp.float32).reshape(*stack, math.prod(ins), -1), rank)
+    return a.reshape(*stack, *ins, rank).astype(dtype), b.reshape(*stack, rank, *outs).astype(dtype)
 
 
 def factors(matrix: Float[Array, "... n o"], rank: int) -> tuple[Float[Array, "... n r"], Float[Array, "... r o"]]:
@@ -85,8 +99,7 @@ def check_factors(name: str, rank: int, dtype: str) -> None:
     Raises:
       ConfigError: one is out of its range.
     """
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise ConfigError(f"{name}.rank = {rank!r}: must be a whole number of at least 1")
+    check_whole(f"{name}.rank", rank)
     if dtype not in FLOATS:
         raise ConfigError(f"{name}.dtype = {dtype!r}: must be one of {', '.join(FLOATS)}")
 
@@ -103,8 +116,7 @@ def refuse_rank(name: str, rank: int, info: TensorInfo) -> bool:
       ConfigError: it has not.
     """
     assert info.contracted is not None
-    _, inputs, outputs = dimensions(len(info.shape), info.contracted)
-    most = min(math.prod(info.shape[d] for d in dims) for dims in (inputs, outputs))
+    most = min(map(math.prod, sizes_of(info.shape, info.contracted)[1:]))
     if rank > most:
         raise ConfigError(f"{name}.rank = {rank} is above the rank of {info.path}, which is {most}")
     return True

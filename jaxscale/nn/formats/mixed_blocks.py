@@ -15,7 +15,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.layout import TensorInfo
 from jaxscale.layout.tensors import Tree
 from jaxscale.nn.formats.packing import unit
-from jaxscale.nn.formats.stored import Stored, dimensions
+from jaxscale.nn.formats.stored import Stored, sizes_of
 from jaxscale.nn.formats.weight import StoredWeight
 from jaxscale.nn.weight_format import WeightFormat
 from jaxscale.parallel import Arithmetic, Weight
@@ -131,12 +131,11 @@ class MixedBlocks(WeightFormat):
 
     def encode(self, kernel: Float[Array, "..."], contracted: tuple[int, ...]) -> MixedWeight:
         """See `WeightFormat`; inputs stay in their order, which only calibration changes."""
-        lead, inputs, outputs = dimensions(kernel.ndim, contracted)
-        sizes = [tuple(kernel.shape[d] for d in dims) for dims in (lead, inputs, outputs)]
-        n = math.prod(sizes[1])
-        order = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (*sizes[0], n))
-        flat = kernel.reshape(*sizes[0], n, *sizes[2])
-        return self.split(self.weights.encode(flat, (-1 - len(outputs),)), order, sizes[1])
+        stack, ins, outs = sizes_of(kernel.shape, contracted)
+        n = math.prod(ins)
+        order = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (*stack, n))
+        flat = kernel.reshape(*stack, n, *outs)
+        return self.split(self.weights.encode(flat, (-1 - len(outs),)), order, ins)
 
     def split(self, weight: StoredWeight, order: Int[Array, "..."], inputs: tuple[int, ...]) -> MixedWeight:
         """Return a weight of rounded rows, the first of which get activations of 8 bits.

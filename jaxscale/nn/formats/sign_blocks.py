@@ -14,13 +14,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, check_whole
 from jaxscale.layout import TensorInfo, path_name
 from jaxscale.layout.tensors import Tree
+from jaxscale.nn.adapted import product_of_factors
 from jaxscale.nn.formats.by_name import ByName
 from jaxscale.nn.formats.low_rank import check_factors, factors, refuse_rank
 from jaxscale.nn.formats.rebuilt import Axes, Rebuilt
-from jaxscale.nn.formats.stored import Stored, dimensions
+from jaxscale.nn.formats.stored import Stored, sizes_of
 from jaxscale.nn.formats.weight import StoredWeight
 from jaxscale.nn.weight_format import WeightFormat
 
@@ -76,11 +77,7 @@ class SignStack(Rebuilt):
         """See `Weight`; computed in float32, which is the default dtype."""
         total: Array | float = 0.0
         for block in self.blocks:
-            lead, inputs = block.error.shape, block.left.shape[block.error.ndim : -1]
-            left = block.left.astype(jnp.float32).reshape(*lead, math.prod(inputs), -1)
-            right = block.right.astype(jnp.float32).reshape(*lead, left.shape[-1], -1)
-            size = jnp.matmul(left, right, precision="highest").reshape(self.shape)
-            total = total + block.signs.dense() * size
+            total = total + block.signs.dense() * product_of_factors(block.left, block.right, block.error.ndim)
         return jnp.asarray(total).astype(dtype or jnp.float32)
 
 
@@ -106,8 +103,7 @@ class SignBlocks(WeightFormat):
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.blocks, int) or isinstance(self.blocks, bool) or self.blocks < 1:
-            raise ConfigError(f"SignBlocks.blocks = {self.blocks!r}: must be a whole number of at least 1")
+        check_whole("SignBlocks.blocks", self.blocks)
         check_factors("SignBlocks", self.rank, self.dtype)
 
     def covers(self, info: TensorInfo) -> bool:
@@ -131,10 +127,9 @@ class SignBlocks(WeightFormat):
           contracted: see `WeightFormat`.
           weights: factors on the error of each input, above 0; `None` is equal ones.
         """
-        lead, inputs, outputs = dimensions(kernel.ndim, contracted)
-        sizes = [tuple(kernel.shape[d] for d in dims) for dims in (lead, inputs, outputs)]
+        stack, ins, outs = sizes_of(kernel.shape, contracted)
         by = jnp.ones((1, 1)) if weights is None else weights[:, None]
-        left_over = kernel.astype(jnp.float32).reshape(*sizes[0], math.prod(sizes[1]), -1) * by
+        left_over = kernel.astype(jnp.float32).reshape(*stack, math.prod(ins), -1) * by
         square = jnp.maximum(jnp.sum(left_over**2, (-2, -1)), jnp.finfo(jnp.float32).tiny)
         axis = _SIGNS.axis(kernel.shape, contracted)
         assert axis is not None, "covers() checks this"
@@ -148,8 +143,8 @@ class SignBlocks(WeightFormat):
             blocks.append(
                 SignBlock(
                     StoredWeight.of(signs, "binary", axis),
-                    left.reshape(*sizes[0], *sizes[1], self.rank),
-                    right.reshape(*sizes[0], self.rank, *sizes[2]),
+                    left.reshape(*stack, *ins, self.rank),
+                    right.reshape(*stack, self.rank, *outs),
                     jnp.sum(left_over**2, (-2, -1)) / square,
                 )
             )
@@ -174,8 +169,7 @@ class FewerBlocks(WeightFormat):
     bytes: int = 2**30
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bytes, int) or isinstance(self.bytes, bool) or self.bytes < 1:
-            raise ConfigError(f"FewerBlocks.bytes = {self.bytes!r}: must be a whole number above 0")
+        check_whole("FewerBlocks.bytes", self.bytes)
 
     def part_of(self, stored: WeightFormat, infos: Tree, read: Callable[[Tree], Tree]) -> WeightFormat | None:
         """See `WeightFormat`.

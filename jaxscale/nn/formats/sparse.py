@@ -11,11 +11,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, check_whole
 from jaxscale.layout import TensorInfo
 from jaxscale.nn.formats.packing import pack, unpack
 from jaxscale.nn.formats.rebuilt import Axes, Rebuilt
-from jaxscale.nn.formats.stored import FLOATS, dimensions
+from jaxscale.nn.formats.stored import FLOATS, sizes_of
 from jaxscale.nn.weight_format import WeightFormat
 
 
@@ -101,9 +101,7 @@ class Sparse(WeightFormat):
         if not 0 <= self.share < 1:
             raise ConfigError(f"Sparse.share = {self.share}: must be from 0 to below 1")
         for name in ("group", "outputs"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"Sparse.{name} = {value!r}: must be a whole number above 0")
+            check_whole(f"Sparse.{name}", getattr(self, name))
         if self.dtype not in FLOATS:
             raise ConfigError(f"Sparse.dtype = {self.dtype!r}: must be one of {', '.join(FLOATS)}")
 
@@ -116,9 +114,9 @@ class Sparse(WeightFormat):
         if not super().covers(info):
             return False
         assert info.contracted is not None
-        _, inputs, outputs = dimensions(len(info.shape), info.contracted)
+        _, inputs, outputs = sizes_of(info.shape, info.contracted)
         for name, dims in (("group", inputs), ("outputs", outputs)):
-            size, own = math.prod(info.shape[d] for d in dims), getattr(self, name)
+            size, own = math.prod(dims), getattr(self, name)
             if size % own:
                 what = "inputs" if name == "group" else "outputs"
                 raise ConfigError(
@@ -137,9 +135,8 @@ class Sparse(WeightFormat):
           contracted: see `WeightFormat`.
           scores: `(*layers, blocks of inputs, blocks of outputs)`: those of the largest scores are stored.
         """
-        lead, inputs, outputs = dimensions(kernel.ndim, contracted)
-        stack, ins, outs = (tuple(kernel.shape[d] for d in dims) for dims in (lead, inputs, outputs))
-        at, n, columns = len(lead), math.prod(ins), math.prod(outs) // self.outputs
+        stack, ins, outs = sizes_of(kernel.shape, contracted)
+        at, n, columns = len(stack), math.prod(ins), math.prod(outs) // self.outputs
         blocks = kernel.reshape(*stack, n // self.group, self.group, columns, self.outputs)
         if scores is None:
             scores = jnp.sum(blocks.astype(jnp.float32) ** 2, (-3, -1))

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError, near
+from jaxscale.errors import ConfigError, check_whole, near
 from jaxscale.layout import TensorInfo
 from jaxscale.layout.tensors import Tree
 from jaxscale.nn.formats.blocks import block_of, cut, nearest_block, spread
@@ -67,9 +67,7 @@ class Stored(WeightFormat):
     def __post_init__(self) -> None:
         kind = self._kind
         for name in ("group", "outputs"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"Stored.{name} = {value!r}: must be a whole number above 0, or None")
+            check_whole(f"Stored.{name}", getattr(self, name), optional=True)
         if self.zeros and not self.numbers.startswith("uint"):
             raise ConfigError(
                 f"Stored.zeros = True with the numbers '{self.numbers}': zero points need 'uint{kind.bits}'"
@@ -122,12 +120,12 @@ class Stored(WeightFormat):
 
     def _check_blocks(self, matrices: Sequence[TensorInfo]) -> None:
         for name, size, side in (("group", self.group, 1), ("outputs", self.outputs, 2)):
-            every = [[i.shape[d] for d in dimensions(len(i.shape), i.contracted or ())[side]] for i in matrices]
-            wrong = [n for n, sizes in enumerate(every) if block_of(sizes, size) is None]
+            every = [sizes_of(i.shape, i.contracted or ())[side] for i in matrices]
+            wrong = [n for n, own in enumerate(every) if block_of(own, size) is None]
             if wrong:
                 assert size is not None
-                most = min(size, *(math.prod(sizes) for sizes in every))
-                fit = next(n for n in range(most, 0, -1) if all(block_of(sizes, n) is not None for sizes in every))
+                most = min(size, *map(math.prod, every))
+                fit = next(n for n in range(most, 0, -1) if all(block_of(own, n) is not None for own in every))
                 raise ConfigError(
                     f"{self._called}.{name} = {size} does not divide the {math.prod(every[wrong[0]])} "
                     f"{'inputs' if side == 1 else 'outputs'} of {matrices[wrong[0]].path}; the nearest that does is "
@@ -321,6 +319,17 @@ def dimensions(rank: int, contracted: tuple[int, ...]) -> tuple[tuple[int, ...],
     inputs = tuple(sorted(d % rank for d in contracted))
     lead = () if inputs[-1] == rank - 1 else tuple(range(inputs[0]))
     return lead, inputs, tuple(d for d in range(rank) if d not in (*lead, *inputs))
+
+
+def sizes_of(shape: Sequence[int], contracted: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the sizes of `dimensions`: of stacked layers and experts, of inputs, and of outputs.
+
+    Args:
+      shape: of the kernel.
+      contracted: see `dimensions`.
+    """
+    lead, inputs, outputs = (tuple(shape[d] for d in dims) for dims in dimensions(len(shape), contracted))
+    return lead, inputs, outputs
 
 
 def above_zero(scale: Float[Array, "..."]) -> Float[Array, "..."]:

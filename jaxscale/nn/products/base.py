@@ -13,7 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError, near
+from jaxscale.errors import ConfigError, check_whole, near
 from jaxscale.layout.axes import AXES
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.moe import Experts
@@ -79,11 +79,8 @@ class EightBits(Products):
         name = type(self).__name__
         if self.scaling not in ("channel", "tensor", "delayed"):
             raise ConfigError(f"{name}.scaling = {self.scaling!r} does not exist; use 'channel', 'tensor' or 'delayed'")
-        if not isinstance(self.history, int) or self.history < 1:
-            raise ConfigError(f"{name}.history = {self.history!r}: must be a whole number of at least 1")
-        whole = isinstance(self.block, int) and not isinstance(self.block, bool) and self.block > 0
-        if self.block is not None and not whole:
-            raise ConfigError(f"{name}.block = {self.block!r}: must be a whole number above 0, or None")
+        check_whole(f"{name}.history", self.history)
+        check_whole(f"{name}.block", self.block, optional=True)
         if self.block is not None and self.scaling != "channel":
             raise ConfigError(
                 f"{name}.block = {self.block} has a scale for each block, and scaling = '{self.scaling}' has one for "

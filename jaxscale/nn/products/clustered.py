@@ -13,13 +13,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, check_whole
+from jaxscale.nn.formats.kmeans import centres
 from jaxscale.nn.products.base import Products
 from jaxscale.parallel import Arithmetic
 
 VALUES = 2**16
 """How many numbers of 16 bits there are: a matrix has no more different weights in bfloat16."""
-START = 20
 
 
 @register
@@ -51,9 +51,8 @@ class Clustered(Products):
     rounds: int = 3
 
     def __post_init__(self) -> None:
-        for name, value, least, most in (("bits", self.bits, 1, 8), ("rounds", self.rounds, 1, 100)):
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise ConfigError(f"Clustered.{name} = {value!r}: must be a whole number from {least} to {most}")
+        check_whole("Clustered.bits", self.bits, 1, 8)
+        check_whole("Clustered.rounds", self.rounds, 1, 100)
         if not 0 < self.temperature <= 10:
             raise ConfigError(f"Clustered.temperature = {self.temperature!r}: must be above 0 and at most 10")
 
@@ -170,19 +169,11 @@ def _start(counts: Float[Array, " values"], settings: Clustered) -> tuple[Float[
     values, n = _values(), 2**settings.bits
     counts = jnp.where(_finite(), lax.stop_gradient(counts), 0)
     before = jnp.concatenate([jnp.zeros(1), jnp.cumsum(counts)])
-    sums = jnp.concatenate([jnp.zeros(1), jnp.cumsum(counts * values)])
     middle = (np.arange(n) + 0.5) / n * before[-1]
     first = values[jnp.clip(jnp.searchsorted(before, middle, side="right") - 1, 0, VALUES - 1)]
-
-    def move(_: int, centres: Array) -> Array:
-        ends = jnp.searchsorted(values, (centres[1:] + centres[:-1]) / 2)
-        ends = jnp.concatenate([jnp.zeros(1, ends.dtype), ends, jnp.full(1, VALUES, ends.dtype)])
-        inside, total = jnp.diff(before[ends]), jnp.diff(sums[ends])
-        return jnp.sort(jnp.where(inside > 0, total / jnp.maximum(inside, 1), centres))
-
     mean_square = jnp.sum(counts * jnp.square(_present(counts))) / jnp.maximum(before[-1], 1)
     scale = jnp.where(mean_square > 0, jnp.sqrt(mean_square), 1)
-    return lax.fori_loop(0, START, move, first), settings.temperature * scale
+    return centres(values, before, jnp.cumsum(counts * values), first), settings.temperature * scale
 
 
 def _in_bfloat16(kernel: Float[Array, "..."]) -> Float[Array, "..."]:

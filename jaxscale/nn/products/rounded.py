@@ -20,7 +20,7 @@ from jaxscale.nn.formats.stored import Stored, dimensions
 from jaxscale.nn.products.base import Products
 from jaxscale.nn.weight_format import WeightFormat
 from jaxscale.parallel import Arithmetic, Cast, as_weight
-from jaxscale.parallel.arithmetic import Cut, Dims, Numbers, Operand
+from jaxscale.parallel.arithmetic import Cut, Dims, Numbers, Operand, cut_along
 
 
 @register
@@ -99,7 +99,7 @@ class Nearest(Numbers):
         kind, over = numbers_of(self.activations), self._summed(a, dims, batch)
         x = a.astype(jnp.float32)
         largest = jnp.max(jnp.abs(x), over, keepdims=True)
-        if axes := _cut_along(over, cut):
+        if axes := cut_along(over, cut):
             largest = lax.pmax(largest, axes)
         scale = jnp.where(largest > 0, largest / kind.largest, 1.0)
         return jnp.where(jnp.isfinite(x), kind.decode(kind.encode(x / scale)) * scale, jnp.nan).astype(self.dtype)
@@ -148,10 +148,6 @@ class Nearest(Numbers):
         if not self.backward:
             return tuple(sorted(dims))
         return tuple(d for d in range(a.ndim) if d not in (*dims, *batch))
-
-
-def _cut_along(dims: Sequence[int], cut: Cut) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(m for d in dims for m in cut[d])) if cut else ()
 
 
 def _across(weights: WeightFormat, shape: tuple[int, ...], contracted: tuple[int, ...], cut: Cut) -> tuple[int, ...]:

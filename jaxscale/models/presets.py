@@ -22,11 +22,14 @@ from jaxscale.nn import (
     Mamba2,
     MixtureOfExperts,
     MultiHeadLatent,
+    NoFeedForward,
+    NoMixer,
     QKNorm,
     Rotary,
     SigmoidRouter,
     SinkMultiHead,
     SoftmaxRouter,
+    SquaredReLU,
     UnitOffsetRMSNorm,
     YarnScaling,
 )
@@ -444,6 +447,34 @@ def granite4_h_tiny(**changes: Any) -> TransformerConfig:
         memory="full",
     )
     return _changed(config, "granite4_h_tiny", changes)
+
+
+@register
+def nemotron3_nano(**changes: Any) -> TransformerConfig:
+    """Nemotron 3 Nano 30B-A3B (NVIDIA 2025): layers of Mamba-2 (M), experts (E) or attention (*), one in each."""
+    kinds = {
+        "M": BlockConfig(Mamba2(heads=64, head_dim=64, groups=8, least_step=0.001), NoFeedForward),
+        "E": BlockConfig(NoMixer()),
+        "*": BlockConfig(mlp=NoFeedForward),
+    }
+    layers = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+    router = SigmoidRouter(scale=2.5)
+    config = TransformerConfig(
+        depth=len(layers),
+        vocab=131072,
+        width=2688,
+        heads=32,
+        kv_heads=2,
+        head_dim=128,
+        hidden=1856,
+        norm_eps=1e-5,
+        mlp=MixtureOfExperts(128, 6, hidden=1856, router=router, shared=2, expert=SquaredReLU),
+        blocks=tuple(kinds[letter] for letter in layers),
+        positions=None,
+        dtype="bfloat16",
+        memory="full",
+    )
+    return _changed(config, "nemotron3_nano", changes)
 
 
 @register

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxscale.nn import MixtureOfExperts
+from jaxscale.nn import MixtureOfExperts, NoFeedForward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ def gated(mlp: object) -> bool:
 def hidden_width(mlp: object, hidden: int) -> int:
     """Return the hidden width of all experts that one token uses."""
     if not isinstance(mlp, MixtureOfExperts):
-        return hidden
+        return 0 if mlp is NoFeedForward else hidden
     one, shared = mlp.widths(hidden)
     return mlp.top_k * one + shared
 

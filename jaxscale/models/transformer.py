@@ -29,6 +29,8 @@ from jaxscale.nn import (
     ContextKernel,
     Embedding,
     MemoryPolicy,
+    NoFeedForward,
+    NoMixer,
     Part,
     RunCache,
     ScalesByLength,
@@ -390,16 +392,17 @@ def _make_group(c: TransformerConfig, group: Sequence[LayerSpec], rngs: nnx.Rngs
             rngs=rngs,
             **types,
         )
+        mixes, feeds = not isinstance(layer.mixer, NoMixer), layer.mlp is not NoFeedForward
         overlap: dict[str, Any] = {"overlap": True} if "mlp" in c.overlap else {}
         mlp = layer.mlp(z.width, z.hidden, bias=c.bias, out_scale=out_scale, rngs=rngs, **overlap, **types)
         blocks.append(
             Block(
                 attn,
                 mlp,
-                norm() if c.pre_norm else None,
-                norm() if c.pre_norm and not c.parallel else None,
-                attn_post_norm=norm() if c.post_norm else None,
-                mlp_post_norm=norm() if c.post_norm else None,
+                norm() if c.pre_norm and mixes else None,
+                norm() if c.pre_norm and feeds and not c.parallel else None,
+                attn_post_norm=norm() if c.post_norm and mixes else None,
+                mlp_post_norm=norm() if c.post_norm and feeds else None,
                 parallel=c.parallel,
                 scale=c.residual_scale,
                 memory=MemoryPolicy.of(c.memory),

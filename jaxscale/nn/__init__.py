@@ -55,7 +55,7 @@ from jaxscale.nn.mixers import (
     Mamba2,
     RetNet,
 )
-from jaxscale.nn.mlp import GELU, ClampedSwiGLU, FeedForward, GeGLU, SwiGLU
+from jaxscale.nn.mlp import GELU, ClampedSwiGLU, FeedForward, GeGLU, SquaredReLU, SwiGLU
 from jaxscale.nn.moe import Experts, MixtureOfExperts
 from jaxscale.nn.norms import LayerNorm, QKNorm, RMSNorm, UnitOffsetRMSNorm
 from jaxscale.nn.products import MXFP8, Clustered, Fp8, Int8, ProductRule, Products, Rounded
@@ -75,6 +75,7 @@ from jaxscale.nn.rotary import (
 from jaxscale.nn.routers import ExpertChoiceRouter, GroupLimit, Router, SigmoidRouter, SoftmaxRouter
 from jaxscale.nn.shared_blocks import ScaledColumns, SharedBlocks
 from jaxscale.nn.sigmoid_attention import SigmoidAttention
+from jaxscale.nn.single import NoFeedForward, NoMixer
 from jaxscale.nn.stack import Part, Run
 from jaxscale.nn.stats import Stats, auxiliary_loss, metrics
 from jaxscale.nn.weight_format import WeightFormat
@@ -153,6 +154,8 @@ __all__ = [
     "MixtureOfExperts",
     "MultiHead",
     "MultiHeadLatent",
+    "NoFeedForward",
+    "NoMixer",
     "Part",
     "NTKScaling",
     "Packed",
@@ -174,6 +177,7 @@ __all__ = [
     "SinkAttention",
     "SinkMultiHead",
     "SoftmaxRouter",
+    "SquaredReLU",
     "StableEmbedding",
     "StateArray",
     "Stats",

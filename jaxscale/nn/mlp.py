@@ -18,6 +18,15 @@ from jaxscale.nn.narrow import saved_as
 gelu_tanh = partial(jax.nn.gelu, approximate=True)
 
 
+def relu_squared(x: Array) -> Array:
+    """Return `max(x, 0) ** 2`.
+
+    Args:
+      x: an array.
+    """
+    return jnp.square(jax.nn.relu(x))
+
+
 def quick_gelu(x: Array) -> Array:
     """Return `x * sigmoid(1.702 * x)`, an approximation of GELU (Hendrycks & Gimpel 2016).
 
@@ -94,6 +103,13 @@ def _named(h: Array) -> Array:
 @register
 class GELU(FeedForward):
     """Two matrices with a tanh-approximated GELU between (GPT-2)."""
+
+
+@register
+class SquaredReLU(FeedForward):
+    """Two matrices with `max(x, 0) ** 2` between (So et al. 2021; Nemotron)."""
+
+    activation = staticmethod(relu_squared)
 
 
 @register

@@ -28,6 +28,7 @@ from jaxscale.models import (
     llama3_70b,
     llama3_405b,
     mixtral_8x7b,
+    nemotron3_nano,
     olmo2_7b,
     olmo3_7b,
     phi3_mini,
@@ -86,6 +87,12 @@ def test_mixtures_have_the_published_numbers_of_active_parameters():
     config = deepseek_moe_16b()
     assert round(config.param_count() / 1e9, 1) == 16.4
     assert round(config.active_param_count() / 1e9, 1) == 2.8
+
+
+@pytest.mark.long
+def test_nemotron3_nano_has_the_published_numbers_of_parameters():
+    assert round(nemotron3_nano().param_count() / 1e9, 1) == 31.6
+    assert round(nemotron3_nano().active_param_count() / 1e9, 1) == 3.6
 
 
 def test_a_preset_takes_changes_and_refuses_what_is_no_field():

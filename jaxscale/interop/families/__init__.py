@@ -13,6 +13,7 @@ from jaxscale.interop.families import (
     llama,
     mistral,
     mixtral,
+    nemotron_h,
     olmo2,
     olmo3,
     phi3,
@@ -46,6 +47,7 @@ FAMILIES: tuple[Family, ...] = (
     kimi_k2.FAMILY,
     gpt_oss.FAMILY,
     granitemoehybrid.FAMILY,
+    nemotron_h.FAMILY,
     gpt2.FAMILY,
 )
 """All families, in the order in which an export tries them; of equally near ones, errors name the first."""

@@ -17,14 +17,13 @@ from jaxscale.interop.windows import FULL, shortest
 from jaxscale.models import BlockConfig, TransformerConfig
 from jaxscale.nn import Mamba2, MixtureOfExperts, SoftmaxRouter, SwiGLU
 
-_LINEAR = "linear_attention"
-_KINDS = {_LINEAR: True, "mamba": True, FULL: False, "attention": False}
+LINEAR = "linear_attention"
+_KINDS = {LINEAR: True, "mamba": True, FULL: False, "attention": False}
 """Names of layers, of newer and older files, and whether they are Mamba-2."""
 
-_MAMBA = LAYER + "mamba."
 _EXPERTS = LAYER + "block_sparse_moe."
 _SHARED = LAYER + "shared_mlp."
-_NO_LIMIT = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+NO_LIMIT = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 _ONE = (("one", 1),)
 
 
@@ -33,29 +32,37 @@ def _both(key: str, ours: str, theirs: str, prefix: str, suffix: str) -> tuple[M
     return fused(key, "f", *(Map(f"{prefix}/{name}{suffix}", "", ours, theirs) for name in ("gate", "up")))
 
 
-_LAYERS = (
-    *fused(
-        _MAMBA + "in_proj.weight",
-        "h",
-        *(Map(f"attn/{name}/kernel", "", "e h d", "(h d) e") for name in ("gate", "x", "b", "c")),
-        Map("attn/dt/kernel", "", "e h", "h e"),
-    ),
-    *fused(
-        _MAMBA + "conv1d.weight",
-        "h",
-        *(Map(f"attn/{n}_conv/kernel", "", "(one w) h d", "(h d) one w", sizes=_ONE) for n in ("x", "b", "c")),
-    ),
-    *fused(_MAMBA + "conv1d.bias", "h", *(Map(f"attn/{n}_conv/bias", "", "h d", "(h d)") for n in ("x", "b", "c"))),
-    Map("attn/rate", _MAMBA + "A_log", "h"),
-    Map("attn/step", _MAMBA + "dt_bias", "h"),
-    Map("attn/skip", _MAMBA + "D", "h"),
-    Map("attn/scale", _MAMBA + "norm.weight", "h d", "(h d)"),
-    Map("attn/out/kernel", _MAMBA + "out_proj.weight", "h d e", "e (h d)"),
-)
+def mamba(prefix: str) -> tuple[Map, ...]:
+    """Return the maps of a Mamba-2 layer.
+
+    Args:
+      prefix: the names of their tensors begin with it.
+    """
+    maps = (
+        *fused(
+            prefix + "in_proj.weight",
+            "h",
+            *(Map(f"attn/{name}/kernel", "", "e h d", "(h d) e") for name in ("gate", "x", "b", "c")),
+            Map("attn/dt/kernel", "", "e h", "h e"),
+        ),
+        *fused(
+            prefix + "conv1d.weight",
+            "h",
+            *(Map(f"attn/{n}_conv/kernel", "", "(one w) h d", "(h d) one w", sizes=_ONE) for n in ("x", "b", "c")),
+        ),
+        *fused(prefix + "conv1d.bias", "h", *(Map(f"attn/{n}_conv/bias", "", "h d", "(h d)") for n in ("x", "b", "c"))),
+        Map("attn/rate", prefix + "A_log", "h"),
+        Map("attn/step", prefix + "dt_bias", "h"),
+        Map("attn/skip", prefix + "D", "h"),
+        Map("attn/scale", prefix + "norm.weight", "h d", "(h d)"),
+        Map("attn/out/kernel", prefix + "out_proj.weight", "h d e", "e (h d)"),
+    )
+    return tuple(dataclasses.replace(m, beside="attn/rate") for m in maps)
+
 
 _TABLE = (
     *ENDS,
-    *(dataclasses.replace(m, beside="attn/rate") for m in _LAYERS),
+    *mamba(LAYER + "mamba."),
     *ATTENTION,
     *NORMS,
     Map("mlp/router", _EXPERTS + "router.layer.weight", "e x", "x e"),
@@ -72,7 +79,7 @@ def _mamba(c: Fields, width: int) -> Mamba2:
     c.only("mamba_conv_bias", True)
     c.only("mamba_proj_bias", False)
     c.get("mamba_chunk_size", None)
-    c.only("time_step_limit", *_NO_LIMIT)
+    c.only("time_step_limit", *NO_LIMIT)
     inner, heads = c.size("mamba_expand", 2) * width, c.size("mamba_n_heads", 128)
     head_dim = c.get("mamba_d_head", "auto")
     head_dim = inner // heads if head_dim == "auto" else head_dim
@@ -103,19 +110,19 @@ def _model(c: Fields) -> TransformerConfig:
     c.only("attention_bias", False)
     for name in ("max_position_embeddings", "output_router_logits", "router_aux_loss_coef", "normalization_function"):
         c.get(name, None)
-    types = c.get("layer_types", None) or c.get("layers_block_type", None) or [_LINEAR] * c.size("num_hidden_layers")
+    types = c.get("layer_types", None) or c.get("layers_block_type", None) or [LINEAR] * c.size("num_hidden_layers")
     unknown = [t for t in types if t not in _KINDS]
     if unknown:
         raise CheckpointError(f"{c.what} has the layer type '{unknown[0]}'{near(str(unknown[0]), _KINDS)}")
     common = sizes(c)
     if len(types) != common["depth"]:
         raise CheckpointError(f"{c.what} has {len(types)} layer_types and {common['depth']} layers")
-    mamba = BlockConfig(_mamba(c, common["width"]))
+    recurrent = BlockConfig(_mamba(c, common["width"]))
     positions = read_rotary(c)
     rotated = c.only("position_embedding_type", None, "nope", "rope") == "rope"
     return TransformerConfig(
         **{**common, **_mlp(c, c.size("shared_intermediate_size", 1024), c.get("num_local_experts", 8) or 0)},
-        blocks=tuple(mamba if kind else BlockConfig() for kind in shortest([_KINDS[t] for t in types])),
+        blocks=tuple(recurrent if kind else BlockConfig() for kind in shortest([_KINDS[t] for t in types])),
         positions=positions if rotated else None,
         attention_scale=c.number("attention_multiplier", 1.0),
         embed_scale=c.number("embedding_multiplier", 1.0),
@@ -127,10 +134,10 @@ def _model(c: Fields) -> TransformerConfig:
 
 def _config(m: TransformerConfig) -> dict[str, Any]:
     mixers = [layer.mixer for layer in m.layer_specs()]
-    mamba = next((x for x in mixers if isinstance(x, Mamba2)), None)
-    if mamba is None:  # Granite 4 without "h": layers of attention alone; the sizes of Mamba-2 are of nothing
-        mamba = Mamba2(heads=1, head_dim=m.sizes.width)
-    heads, head_dim = mamba.heads or 2 * m.sizes.heads, mamba.head_dim or m.sizes.head_dim
+    layer = next((x for x in mixers if isinstance(x, Mamba2)), None)
+    if layer is None:  # Granite 4 without "h": layers of attention alone; the sizes of Mamba-2 are of nothing
+        layer = Mamba2(heads=1, head_dim=m.sizes.width)
+    heads, head_dim = layer.heads or 2 * m.sizes.heads, layer.head_dim or m.sizes.head_dim
     if heads * head_dim % m.sizes.width:
         raise CheckpointError(f"Mamba2 has {heads} heads of width {head_dim}, not a multiple of the model's width")
     experts = m.mlp if isinstance(m.mlp, MixtureOfExperts) else None
@@ -139,12 +146,12 @@ def _config(m: TransformerConfig) -> dict[str, Any]:
         **sizes_json(m),
         **({} if m.positions is None else rotary_json(rotary_positions(m))),
         "position_embedding_type": None if m.positions is None else "rope",
-        "layer_types": [_LINEAR if isinstance(x, Mamba2) else FULL for x in mixers],
+        "layer_types": [LINEAR if isinstance(x, Mamba2) else FULL for x in mixers],
         "mamba_n_heads": heads,
         "mamba_d_head": head_dim,
-        "mamba_d_state": mamba.state,
-        "mamba_n_groups": mamba.groups,
-        "mamba_d_conv": mamba.taps,
+        "mamba_d_state": layer.state,
+        "mamba_n_groups": layer.groups,
+        "mamba_d_conv": layer.taps,
         "mamba_expand": heads * head_dim // m.sizes.width,
         "mamba_conv_bias": True,
         "mamba_proj_bias": False,

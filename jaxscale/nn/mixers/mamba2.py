@@ -34,6 +34,7 @@ class StateSpace(nnx.Module):
       state: width of `B` and `C`.
       head_dim: width of a head's `x`.
       taps: tokens that the convolutions see.
+      least_step: the smallest step.
       norm_eps: epsilon of the output's norm, which is over the channels of a group.
       out_scale: multiplies the initial standard deviation of the output projection.
       dtype: dtype of the computation; the recurrence is computed in float32.
@@ -50,6 +51,7 @@ class StateSpace(nnx.Module):
         head_dim: int,
         taps: int,
         *,
+        least_step: float,
         norm_eps: float,
         out_scale: float,
         dtype: jnp.dtype,
@@ -75,7 +77,7 @@ class StateSpace(nnx.Module):
         convolutions = (self.x_conv, self.b_conv, self.c_conv)
         array = StateArray("state", (heads, state, head_dim), ("heads", None, None))
         self.decode_state = RecurrentState((array, *(c.stored for c in convolutions)))
-        self.groups, self.eps, self.dtype = groups, norm_eps, dtype
+        self.groups, self.least_step, self.eps, self.dtype = groups, least_step, norm_eps, dtype
 
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
         """Apply the layer; with a cache in the context, go on from the sequences' states."""
@@ -87,6 +89,7 @@ class StateSpace(nnx.Module):
             )
         with jax.named_scope("mix"):
             step = jax.nn.softplus(dt.astype(jnp.float32) + self.step.get_value())
+            step = jnp.maximum(step, self.least_step)
             heads = x.shape[2]
             b, c = (jnp.repeat(y, heads // self.groups, axis=2) for y in (b, c))
             x = x.astype(jnp.float32)
@@ -122,9 +125,10 @@ class Mamba2(Mixer):
       state: width of the state of each channel.
       groups: groups of heads that share `B` and `C`; they divide `heads`.
       taps: tokens that the convolutions see, the current one included.
+      least_step: the smallest step size (Nemotron-H: 0.001 in `transformers`).
 
     Raises:
-      ConfigError: a number of heads or groups, a width, or `taps` below 1.
+      ConfigError: a number of heads or groups, a width, or `taps` below 1; `least_step` below 0.
     """
 
     any_order = True
@@ -135,9 +139,12 @@ class Mamba2(Mixer):
     state: int = 128
     groups: int = 1
     taps: int = 4
+    least_step: float = 0.0
 
     def __post_init__(self) -> None:
         check_whole(self, "state", "groups", "taps", optional=("heads", "head_dim"))
+        if not self.least_step >= 0:
+            raise ConfigError(f"Mamba2.least_step = {self.least_step!r}: must be at least 0, which changes nothing")
 
     def check(self, config: Any) -> None:
         """See `Mixer`."""
@@ -159,4 +166,5 @@ class Mamba2(Mixer):
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> StateSpace:
         """See `Mixer`."""
         heads, head_dim = self.heads or 2 * heads, self.head_dim or head_dim
-        return StateSpace(width, heads, self.groups, self.state, head_dim, self.taps, **chosen(options, "norm_eps"))
+        sizes = (width, heads, self.groups, self.state, head_dim, self.taps)
+        return StateSpace(*sizes, least_step=self.least_step, **chosen(options, "norm_eps"))

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxscale.config import register
+from jaxscale.errors import ConfigError
 from jaxscale.layout import constrain
 from jaxscale.nn.cache import RecurrentState, StateArray
 from jaxscale.nn.context import Context
@@ -22,11 +23,12 @@ _CHANNELS = ("batch", "seq", "mlp")
 
 
 class ChannelGRU(nnx.Module):
-    """`h = f h + (1 - f) silu(C x)` for each channel, with `f = sigmoid(F x)`; the output is `O (sigmoid(G x) h)`.
+    """`h = f h + (1 - f) silu(C x)` for each channel, with `f = b + (1 - b) sigmoid(F x)`; `O (sigmoid(G x) h)`.
 
     Args:
       width: width of the residual stream.
       channels: width of the state.
+      lower_bound: `b`, the least that a forget gate keeps.
       bias: add biases to all projections.
       out_scale: multiplies the initial standard deviation of the output projection.
       dtype: dtype of the computation; the recurrence is computed in float32.
@@ -39,6 +41,7 @@ class ChannelGRU(nnx.Module):
         width: int,
         channels: int,
         *,
+        lower_bound: float,
         bias: bool,
         out_scale: float,
         dtype: jnp.dtype,
@@ -51,7 +54,7 @@ class ChannelGRU(nnx.Module):
         )
         self.out = Linear({"mlp": channels}, {"embed": width}, scale=out_scale, **types)
         self.decode_state = RecurrentState((StateArray("h", (channels,), ("mlp",)),))
-        self.dtype = dtype
+        self.lower_bound, self.dtype = lower_bound, dtype
 
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
         """Apply the layer; with a cache in the context, go on from the sequences' states."""
@@ -59,7 +62,7 @@ class ChannelGRU(nnx.Module):
             projected = into(x, self.forget, self.candidate, self.gate)
             forget, candidate, gate = (constrain(y, *_CHANNELS).astype(jnp.float32) for y in projected)
         with jax.named_scope("mix"):
-            forget = jax.nn.sigmoid(forget)
+            forget = self.lower_bound + (1 - self.lower_bound) * jax.nn.sigmoid(forget)
             h = recurrence(forget, (1 - forget) * jax.nn.silu(candidate), context, self.decode_state)
         with jax.named_scope("out"):
             out = (jax.nn.sigmoid(gate) * h).astype(self.dtype)
@@ -76,17 +79,22 @@ class MLGRU(Mixer):
 
     Args:
       channels: width of the state; `None` is the model's width.
+      lower_bound: the least that a forget gate keeps, from 0 to below 1. HGRN's bounds grow with depth, so that upper
+        layers remember longer, and are learned; this one is fixed, and blocks of `Transformer.blocks` can differ.
 
     Raises:
-      ConfigError: a width below 1.
+      ConfigError: a width below 1, or a bound outside of 0 to 1.
     """
 
     any_order: ClassVar[bool] = True
 
     channels: int | None = None
+    lower_bound: float = 0.0
 
     def __post_init__(self) -> None:
         check_whole(self, optional=("channels",))
+        if not 0 <= self.lower_bound < 1:
+            raise ConfigError(f"MLGRU.lower_bound = {self.lower_bound!r}: must be at least 0 and below 1")
 
     def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:
         """See `Mixer`."""
@@ -96,4 +104,4 @@ class MLGRU(Mixer):
 
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> ChannelGRU:
         """See `Mixer`."""
-        return ChannelGRU(width, self.channels or width, **chosen(options, "bias"))
+        return ChannelGRU(width, self.channels or width, lower_bound=self.lower_bound, **chosen(options, "bias"))

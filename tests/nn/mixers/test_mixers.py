@@ -9,6 +9,7 @@ import pytest
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout, Pipeline
 from jaxscale.models import BlockConfig, TransformerConfig
+from jaxscale.nn import NoFeedForward, NoMixer, SquaredReLU
 from jaxscale.nn.mixers import (
     HSTU,
     MLGRU,
@@ -64,6 +65,21 @@ def test_mixers_train_alike_on_every_layout(mixer):
 def test_heads_that_do_not_divide_are_refused(mixer, message):
     with pytest.raises(ConfigError, match=message):
         TransformerConfig(width=16, heads=2, blocks=(BlockConfig(mixer=mixer),)).validate()
+
+
+def test_a_block_of_one_sub_layer_has_one_norm_and_stores_nothing_without_a_mixer():
+    one = dict(width=16, heads=2, hidden=32, vocab=8, depth=2)
+    blocks = (BlockConfig(mlp=NoFeedForward), BlockConfig(NoMixer(), SquaredReLU))
+    config = TransformerConfig(**one, blocks=blocks)
+    counted = 2 * 8 * 16 + 3 * 16 + 4 * 16 * 16 + 2 * 16 * 32  # embedding and head, norms, attention, feed-forward
+    assert config.param_count() == counted
+    assert config.product_flops(1, 4)["mlp_up"] == 2 * 4 * 16 * 32
+    for wrong, message in (
+        (dict(blocks=blocks, parallel=True), "Transformer.parallel = False"),
+        (dict(blocks=(BlockConfig(NoMixer(), NoFeedForward),)), "does nothing; remove it"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            TransformerConfig(**one, **wrong).validate()
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, True, "2"])

@@ -9,11 +9,13 @@ import pytest
 from flax import nnx
 
 import jaxscale as js
+from jaxscale.errors import ConfigError
 from jaxscale.models import BlockConfig, TransformerConfig
 from jaxscale.nn import MLGRU, Context, Rounded
 from jaxscale.nn.formats import FORMATS
 from jaxscale.nn.linear import project
 from jaxscale.testing import compare_layouts
+from tests.truth.errors import raises_saying
 
 OPTIONS = dict(bias=False, out_scale=1.0, dtype=jnp.float32, param_dtype=jnp.float32)
 
@@ -23,19 +25,25 @@ def sigmoid(x):
 
 
 def test_the_recurrence_equals_float64_numpy_and_restarts_at_each_document():
-    layer = MLGRU(channels=6)(5, 1, 1, 5, rngs=nnx.Rngs(0), **OPTIONS)
+    layer = MLGRU(channels=6, lower_bound=0.25)(5, 1, 1, 5, rngs=nnx.Rngs(0), **OPTIONS)
     x = np.random.default_rng(0).normal(size=(1, 9, 5)).astype(np.float32)
     segments = np.array([[1] * 4 + [2] * 3 + [0] * 2], np.int32)
     got = layer(x, Context(segment_ids=jnp.asarray(segments)))
     forget, candidate, gate = (
         x[0] @ np.float64(m.kernel.get_value()) for m in (layer.forget, layer.candidate, layer.gate)
     )
+    keep = 0.25 + 0.75 * sigmoid(forget)
     h, want = np.zeros(6), []
     for t in range(7):
-        h = h * (0 if t in (0, 4) else sigmoid(forget[t]))
-        h = h + (1 - sigmoid(forget[t])) * candidate[t] * sigmoid(candidate[t])
+        h = h * (0 if t in (0, 4) else keep[t])
+        h = h + (1 - keep[t]) * candidate[t] * sigmoid(candidate[t])
         want.append((sigmoid(gate[t]) * h) @ np.float64(layer.out.kernel.get_value()))
     np.testing.assert_allclose(got[0, :7], want, atol=1e-5)
+
+
+def test_a_bound_that_keeps_everything_is_refused():
+    with raises_saying(ConfigError, "MLGRU.lower_bound = 1.0", "below 1"):
+        MLGRU(lower_bound=1.0)
 
 
 def test_a_ternary_product_is_sums_and_differences_to_the_bit():

@@ -52,6 +52,7 @@ from jaxscale.nn.mixers import (
     GatedMemory,
     KimiDeltaAttention,
     LinearAttention,
+    LongConvolution,
     Mamba2,
     RetNet,
 )
@@ -89,6 +90,7 @@ __all__ = [
     "GatedMultiHead",
     "KimiDeltaAttention",
     "LinearAttention",
+    "LongConvolution",
     "Mamba2",
     "RetNet",
     "convolution",

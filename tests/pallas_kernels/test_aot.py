@@ -120,7 +120,7 @@ def test_the_gates_command_names_an_unknown_op(capsys):
         gate.main(["sofmax"])
     assert (
         "'sofmax' has no kernels; these ops do: "
-        "blockwise, chunked_recurrence, cut_cross_entropy, decode_attention, flash_attention, softmax"
+        "blockwise, chunked_recurrence, cut_cross_entropy, decode_attention, fftconv, flash_attention, softmax"
         in capsys.readouterr().err
     )
 

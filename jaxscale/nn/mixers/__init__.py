@@ -6,6 +6,7 @@ from jaxscale.nn.mixers.gated_delta_net import GatedDeltaNet
 from jaxscale.nn.mixers.hstu import HSTU
 from jaxscale.nn.mixers.kimi_delta import KimiDeltaAttention
 from jaxscale.nn.mixers.linear import GatedLinearAttention, LinearAttention, RetNet
+from jaxscale.nn.mixers.long_convolution import LongConvolution
 from jaxscale.nn.mixers.mamba2 import Mamba2
 from jaxscale.nn.mixers.mlgru import MLGRU
 from jaxscale.nn.mixers.nsa import NSA
@@ -27,6 +28,7 @@ __all__ = [
     "GatedMemory",
     "KimiDeltaAttention",
     "LinearAttention",
+    "LongConvolution",
     "Mamba2",
     "RetNet",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -29,6 +29,7 @@ class Loader:
       group: number of consecutive rows of the source that belong together; whole groups are shuffled.
       shares: loaders that each read a share of a batch of `shares * batch_size` rows, for runs that train apart.
       share: which of them this is: rows `share * batch_size` and following of that batch.
+      check: called with the rows of a batch that are read; may raise `DataError`.
 
     Raises:
       DataError: `batch_size` is below 1, `seed` is negative, groups do not divide the batch, or there is no such share.
@@ -40,6 +41,7 @@ class Loader:
     group: int = 1
     shares: int = 1
     share: int = 0
+    check: Callable[[Batch], None] | None = field(default=None, repr=False, compare=False)
     _order: Order = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -99,7 +101,10 @@ class Loader:
           DataError: the step is negative.
         """
         ids = self.ids_at(step)
-        return self._rows(ids if rows is None else ids[rows])
+        batch = self._rows(ids if rows is None else ids[rows])
+        if self.check is not None:
+            self.check(batch)
+        return batch
 
 
 def arrays_of(source: Source) -> dict[str, tuple[tuple[int, ...], np.dtype]]:

@@ -187,6 +187,19 @@ class ChecksRows(Protocol):
 
 
 @runtime_checkable
+class ChecksDocuments(Protocol):
+    """Checks the documents of packed rows that are read for training."""
+
+    def check_documents(self, segment_ids: np.ndarray) -> None:
+        """Raise `DataError` for a row that the model does not support.
+
+        Args:
+          segment_ids: the document of each token from 1, 0 for padding, (B, S) in host memory.
+        """
+        ...
+
+
+@runtime_checkable
 class NamesNumberTypes(Protocol):
     """Multiplies numbers of types that not every chip has."""
 

@@ -321,9 +321,14 @@ def _of_blocks(m: TransformerConfig) -> Iterator[tuple[str, Any, str]]:
     for name in not_default(m, "mlp"):
         if m.mlp not in m.layer_mlps():
             yield f"Transformer.{name}", m.mlp, "every block of Transformer.blocks has its own mlp"
-    attends = [layer for layer in layers if layer.mixer == m.attention_layer]
+    attends = any(layer.mixer.windowed for layer in layers)
+    used = {
+        "attention_layer": any(layer.mixer == m.attention_layer for layer in layers),
+        # it also says whether the model is causal, and the order of columns
+        "attention": attends or not m.causal or isinstance(m.attention, ContextKernel),
+    }
     for name in not_default(m, "attention_layer", "attention", "qk_norm", "qkv_bias", "attention_softcap"):
-        if not attends:
+        if not used.get(name, attends):
             yield f"Transformer.{name}", getattr(m, name), "every block of Transformer.blocks has its own mixer"
     if len(m.blocks) > m.depth:
         yield "Transformer.blocks", m.blocks, f"those after the first {m.depth} have no layer (Transformer.depth)"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from jaxscale.config import register
@@ -305,6 +306,15 @@ class TransformerConfig:
           seq_len: tokens per row.
         """
         check_row(self, seq_len)
+
+    def check_documents(self, segment_ids: np.ndarray) -> None:
+        """Check the documents of packed rows; see `jaxscale.models.base.ChecksDocuments`.
+
+        Args:
+          segment_ids: the document of each token, (B, S).
+        """
+        for mixer in self.other_mixers:
+            mixer.check_documents(segment_ids)
 
     @functools.cached_property
     def widening(self) -> Widening | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -14,6 +15,7 @@ from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout, constrain
 from jaxscale.models.base import (
+    ChecksDocuments,
     ChecksRows,
     CutsSequences,
     DescribesLayers,
@@ -108,6 +110,15 @@ class WithHead:
         """
         if isinstance(self.backbone, ChecksRows):
             self.backbone.check_row(seq_len)
+
+    def check_documents(self, segment_ids: np.ndarray) -> None:
+        """Check the documents of packed rows, as the backbone does.
+
+        Args:
+          segment_ids: the document of each token, (B, S).
+        """
+        if isinstance(self.backbone, ChecksDocuments):
+            self.backbone.check_documents(segment_ids)
 
     def idle(self, seq_len: int, layout: Layout | None) -> Iterator[tuple[str, Any, str]]:
         """Yield the backbone's settings without effect.

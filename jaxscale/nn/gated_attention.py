@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxscale.config import register
+from jaxscale.errors import ConfigError
 from jaxscale.nn.attention import Attention
 from jaxscale.nn.attention_layer import MultiHead, Projection, Width
 from jaxscale.nn.linear import Linear
@@ -64,11 +65,18 @@ class GatedMultiHead(MultiHead):
 
     Args:
       by_head: one gate for each head and token; else one for each channel of it, as in Qwen3-Next.
+
+    Raises:
+      ConfigError: `by_head` is neither True nor False.
     """
 
     in_formulas: ClassVar[bool] = False
 
     by_head: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.by_head, bool):
+            raise ConfigError(f"GatedMultiHead.by_head = {self.by_head!r}: must be True or False")
 
     def projections(self, width: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Projection, ...]:
         """See `AttentionLayer`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 from flax import nnx
 
 from jaxscale.errors import ConfigError
@@ -46,6 +47,17 @@ class Mixer(Protocol):
         Raises:
           ConfigError: a field that the mixer does not support.
         """
+
+    def check_documents(self, segment_ids: np.ndarray) -> None:
+        """Check the documents of packed rows, in host memory.
+
+        Args:
+          segment_ids: the document of each token from 1, 0 for padding, (B, S).
+
+        Raises:
+          DataError: a row whose documents the mixer does not support.
+        """
+        return
 
     @abstractmethod
     def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import logging
 import math
@@ -20,7 +21,14 @@ from jaxscale.data.annotations import annotated_by
 from jaxscale.data.loader import arrays_of
 from jaxscale.errors import ConfigError, DataError, JaxscaleError, LayoutError, near
 from jaxscale.layout import Layout, filled_notes, shardings_of
-from jaxscale.models.base import ChecksRows, CutsSequences, LanguageModelConfig, NamesNumberTypes, ReadsTokens
+from jaxscale.models.base import (
+    ChecksDocuments,
+    ChecksRows,
+    CutsSequences,
+    LanguageModelConfig,
+    NamesNumberTypes,
+    ReadsTokens,
+)
 from jaxscale.optim import state_infos
 from jaxscale.optim.base import Schedule
 from jaxscale.parallel import why_no_gathers
@@ -161,8 +169,18 @@ def prepare(config: TrainConfig) -> Prepared:
         for name, corpus in {"": config.data, **further}.items():
             rows = _open(corpus, "heldout", config)
             heldout[name] = list(heldout_batches(rows, config.batch_size, config.eval_batches, config.objective.group))
-    loader = Loader(source, config.batch_size, config.seed, config.objective.group)
+    documents = None
+    if "segment_ids" in inputs and isinstance(config.model, ChecksDocuments):
+        documents = functools.partial(_check_documents, config.model)
+        for batch in (b for batches in heldout.values() for b in batches):
+            documents(batch)
+    loader = Loader(source, config.batch_size, config.seed, config.objective.group, check=documents)
     return Prepared(blueprint, schedule, loader, heldout, shardings)
+
+
+def _check_documents(model: ChecksDocuments, batch: Batch) -> None:
+    """Check the documents of a batch's packed rows."""
+    model.check_documents(batch["segment_ids"])
 
 
 def _check_arrays(source: Source, config: TrainConfig) -> None:

@@ -18,14 +18,17 @@ from jaxscale.layout import Layout, Pipeline
 from jaxscale.models import BlockConfig, TransformerConfig
 from jaxscale.nn import (
     GELU,
+    SOFT,
     Bidirectional,
     Context,
+    GatedMultiHead,
     GatherAttention,
     GeGLU,
     Mixer,
     MixtureOfExperts,
     RingAttention,
     SwiGLU,
+    flash_attention,
 )
 from jaxscale.optim import MuP
 from jaxscale.plan import estimate, plan_for
@@ -241,3 +244,16 @@ def test_layers_with_and_without_rotary_positions_train_to_one_devices_numbers()
     config = dataclasses.replace(MIXED, depth=4, blocks=(BlockConfig(window=5), BlockConfig(rotary=False)))
     batch = random_batch(64, seq=8, lengths=(4, 1, 2))
     assert_layouts_agree(config, [Layout("context=2,tensor=2,fsdp=2")], batch=batch)
+
+
+def test_only_settings_that_no_block_reads_are_said_to_have_no_effect():
+    def idle(**fields):
+        return {name for name, *_ in TransformerConfig(depth=1, width=16, heads=2, **fields).idle(16, None)}
+
+    gated, soft, linear = (BlockConfig(mixer=m) for m in (GatedMultiHead(), SOFT(), GatedRecurrence(4)))
+    assert idle(blocks=(gated,), attention=flash_attention, qk_norm=True) == set()
+    assert idle(blocks=(soft,), attention=Bidirectional()) == set()  # it takes models that are not causal
+    assert idle(blocks=(linear,), attention=RingAttention()) == set()  # the order of columns
+    assert idle(blocks=(linear,), attention=flash_attention, qk_norm=True) == {
+        "Transformer.attention", "Transformer.qk_norm",
+    }  # fmt: skip

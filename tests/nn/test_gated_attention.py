@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 import jaxscale as js
+from jaxscale.errors import ConfigError
 from jaxscale.nn import Context, GatedMultiHead, MultiHead, dot_product_attention
 from jaxscale.testing import check_mixer, compare_layouts
 from tests.truth import numpy_transformer as truth
@@ -50,3 +51,8 @@ def test_the_gates_count_as_parameters_and_flops():
     for config, more in ((gated, 32 * 32), (by_head, 32 * 4)):
         assert config.param_count() - plain.param_count() == more
         assert config.flops(2, 8, training=False) - plain.flops(2, 8, training=False) == 2 * 2 * 8 * more
+
+
+def test_a_gate_by_head_that_is_neither_true_nor_false_is_refused():
+    with pytest.raises(ConfigError, match="GatedMultiHead.by_head = 3: must be True or False"):
+        GatedMultiHead(by_head=3)

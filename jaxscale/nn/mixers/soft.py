@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, DataError
 from jaxscale.layout import constrain
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
@@ -90,7 +91,7 @@ class SOFT(Mixer):
 
     Args:
       stride: tokens of a landmark, counted from a document's first token; with 1 it is exact as far as Newton's method.
-      documents: the most documents of a packed row, for which there is room; a row with more gives NaN.
+      documents: the most documents of a packed row, for which there is room; training refuses a row with more.
       iterations: of Newton's method.
       heads: number of heads; `None` is the model's.
 
@@ -114,6 +115,21 @@ class SOFT(Mixer):
             raise ConfigError(
                 "SOFT lets every token see its whole document, and Transformer.attention is causal; set "
                 "Transformer.attention = @Bidirectional(), or use another mixer"
+            )
+
+    def check_documents(self, segment_ids: np.ndarray) -> None:
+        """See `Mixer`: there must be room for the landmarks of every row."""
+        new = np.diff(segment_ids, axis=1, prepend=0) != 0
+        place = np.arange(segment_ids.shape[1])
+        position = place - np.maximum.accumulate(np.where(new, place, 0), axis=1)
+        marks = np.sum((position % self.stride == 0) & (segment_ids != 0), axis=1)
+        row = int(np.argmax(marks))
+        least = int(marks[row]) + 1 - -(-segment_ids.shape[1] // self.stride)
+        if least > self.documents:
+            count = int(np.sum(new[row] & (segment_ids[row] != 0)))
+            raise DataError(
+                f"SOFT.documents = {self.documents} has no room for a row with {count} documents; set "
+                f"SOFT.documents = {least} or more"
             )
 
     def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:

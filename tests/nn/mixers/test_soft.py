@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +13,11 @@ import pytest
 from flax import nnx
 
 import jaxscale as js
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, DataError
 from jaxscale.models import BlockConfig, TransformerConfig
 from jaxscale.nn import SOFT, Bidirectional, Context, dot_product_attention
 from jaxscale.parallel.landmark_attention import newton_inverse
+from jaxscale.step.prepare import prepare
 from jaxscale.testing import check_mixer, compare_layouts
 
 OPTIONS = dict(out_scale=1.0, dtype=jnp.float32, param_dtype=jnp.float32)
@@ -49,7 +52,29 @@ def test_documents_of_a_packed_row_equal_the_papers_formulas_and_too_many_are_na
     got = run(x, np.array([[1] * 7 + [2] * 4 + [0]], np.int32))
     want = [in_numpy(layer, np.float64(x[0, part]), 3, 6) for part in (slice(0, 7), slice(7, 11))]
     np.testing.assert_allclose(got[0, :11], np.concatenate(want), atol=2e-5)
-    assert np.isnan(run(x, np.arange(1, 13, dtype=np.int32)[None])).all()
+    # what training refuses is what has no room, to the document
+    for lengths in ([12], [4, 4, 4], [3, 3, 2, 2], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 1], [1] * 12):
+        ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+        ids = np.pad(ids, (0, 12 - len(ids))).astype(np.int32)[None]
+        fits = bool(np.isfinite(run(x, ids)).all())
+        with contextlib.nullcontext() if fits else pytest.raises(DataError, match="has no room"):
+            SOFT(stride=3, documents=2).check_documents(ids)
+
+
+def test_a_packed_row_with_more_documents_than_there_is_room_for_is_refused_before_it_is_trained_on():
+    rows = [np.arange(1, 3)] * 40  # two tokens and eos: five documents of a row of 13
+    data = js.data.records(rows, heldout=0.5, vocab_size=8, eos=0)
+    mixer = SOFT(stride=4, documents=1)
+    model = TransformerConfig(1, 8, 16, blocks=(BlockConfig(mixer),), attention=Bidirectional())
+    same = dict(objective=js.step.MaskedToken(), layout=None, seq_len=13, batch_size=2, eval_batches=0)
+    config = js.TrainConfig(model=model, data=data, **same)
+    with pytest.raises(DataError, match="SOFT.documents = 1 has no room for a row with 5 documents") as error:
+        prepare(config).loader.batch_at(0)
+    with pytest.raises(DataError, match="SOFT.documents = 1 has no room"):
+        prepare(dataclasses.replace(config, eval_batches=1))
+    needed = int(re.search("SOFT.documents = ([0-9]+) or more", str(error.value))[1])
+    blocks = (BlockConfig(dataclasses.replace(mixer, documents=needed)),)
+    prepare(dataclasses.replace(config, model=dataclasses.replace(model, blocks=blocks))).loader.batch_at(0)
 
 
 def test_newtons_method_converges_and_the_error_falls_with_landmarks():

@@ -1,6 +1,6 @@
 """Multi-token prediction against next-token training: python experiments/multi_token/compare.py [STEPS].
 
-Trains one small model on the Python standard library with no, one and two modules, two seeds each, and writes the
+Trains one small model on the Python standard library without and with one module, two seeds each, and writes the
 held-out loss of the next token to results.jsonl.
 """
 
@@ -18,7 +18,7 @@ from jaxscale.step import NextToken, NextTokens
 SEEDS, MODULES = (0, 1), (0, 1, 2)
 
 
-def main(steps: str = "400") -> None:
+def main(steps: str = "300") -> None:
     """Train, evaluate and print a table."""
     rows = []
     for modules in MODULES:

@@ -69,8 +69,13 @@ class Projection(NamedTuple):
 
 
 class AttentionLayer(Mixer, Protocol):
-    """A mixer that is attention; as `Transformer.attention_layer` it defines the widths of a model's heads."""
+    """A mixer that is attention; as `Transformer.attention_layer` it defines the widths of a model's heads.
 
+    Attributes:
+      whole: without a window, a query reads all keys that the mask leaves.
+    """
+
+    whole: ClassVar[bool] = True
     widens: ClassVar[bool] = True
     windowed: ClassVar[bool] = True
     any_order: ClassVar[bool] = True

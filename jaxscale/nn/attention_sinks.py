@@ -60,14 +60,27 @@ class SinkMultiHead(MultiHead):
     def check(self, config: Any) -> None:
         """See `AttentionLayer`: the kernel must be a softmax that returns its log-sum-exp."""
         super().check(config)
-        kernel = getattr(config.attention, "kernel", config.attention)
-        if "return_lse" not in inspect.signature(kernel).parameters:
-            name = getattr(kernel, "__name__", type(kernel).__name__)
-            raise ConfigError(
-                f"Transformer.attention = {name} has no argument return_lse, and SinkMultiHead needs the log-sum-exp "
-                "of a softmax; use flash_attention"
-            )
+        check_returns_lse(self, config)
 
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> nnx.Module:
         """See `AttentionLayer`."""
         return SinkAttention(width, heads, kv_heads, head_dim, **options)
+
+
+def check_returns_lse(layer: object, config: Any) -> None:
+    """Check that a model's attention kernel is a softmax that returns its log-sum-exp.
+
+    Args:
+      layer: what needs it.
+      config: the `TransformerConfig`.
+
+    Raises:
+      ConfigError: it is not.
+    """
+    kernel = getattr(config.attention, "kernel", config.attention)
+    if "return_lse" not in inspect.signature(kernel).parameters:
+        name = getattr(kernel, "__name__", type(kernel).__name__)
+        raise ConfigError(
+            f"Transformer.attention = {name} has no argument return_lse, and {type(layer).__name__} needs the "
+            "log-sum-exp of a softmax; use flash_attention"
+        )

@@ -6,6 +6,7 @@ from jaxscale.nn.mixers.gated_delta_net import GatedDeltaNet
 from jaxscale.nn.mixers.hstu import HSTU
 from jaxscale.nn.mixers.kimi_delta import KimiDeltaAttention
 from jaxscale.nn.mixers.linear import GatedLinearAttention, LinearAttention, RetNet
+from jaxscale.nn.mixers.lizard import Lizard
 from jaxscale.nn.mixers.long_convolution import LongConvolution
 from jaxscale.nn.mixers.mamba2 import Mamba2
 from jaxscale.nn.mixers.mlgru import MLGRU
@@ -29,6 +30,7 @@ __all__ = [
     "KimiDeltaAttention",
     "LinearAttention",
     "LongConvolution",
+    "Lizard",
     "Mamba2",
     "RetNet",
 ]

@@ -45,8 +45,9 @@ class BlankInfilling(NextToken):
         if not isinstance(model, TransformerConfig):
             raise ConfigError(f"BlankInfilling needs a Transformer, not {type(model).__name__}")
         for layer in model.layer_specs():
-            if not layer.mixer.windowed or layer.window is not None:
-                part = "a window" if layer.mixer.windowed else type(layer.mixer).__name__
+            whole = getattr(layer.mixer, "whole", False)
+            if not whole or layer.window is not None:
+                part = "a window" if whole else type(layer.mixer).__name__
                 raise ConfigError(
                     f"BlankInfilling's context attends in both directions, which {part} does not; use MultiHead() and "
                     "no windows in every layer"

@@ -33,6 +33,7 @@ def works() -> Iterator[Work]:
     yield from _loss_works()
     yield from _decode_works()
     yield from _recurrence_works()
+    yield from _convolution_works()
 
 
 # softmax ---------------------------------------------------------------------------------------------------------
@@ -305,3 +306,16 @@ def _recurrence_works() -> Iterator[Work]:
             parts = ("out", "state", "dq", "dk", "dv", *("dbeta",) * delta, "dinitial")
             make = functools.partial(lambda *a: without_log_decay(program(*a), a[0]), decay, delta, dtype)
             yield Work("chunked_recurrence", feature, dtype, parts, make)
+
+
+# long convolutions -------------------------------------------------------------------------------------------------
+
+
+def _convolution_works() -> Iterator[Work]:
+    from tests.pallas_kernels.fftconv.cases import FEATURES, program
+
+    for feature, (taps, packed) in FEATURES.items():
+        for dtype in ("float32", "bfloat16", "float16"):
+            yield Work(
+                "fftconv", feature, dtype, ("y", "dx", "dkernel"), functools.partial(program, taps, packed, dtype)
+            )

@@ -183,15 +183,19 @@ def flex_attention(
 
 def _heads_first(f: Callable[..., Any], arrays: tuple[jax.Array, ...], g: jax.Array, direction: str) -> Call:
     """Call torch with heads before positions; arrays are copied to that order once, before anything is timed."""
-    return _torch_call(f, arrays, g, direction, lambda x: x.transpose(1, 2).contiguous())
+    return _torch_call(f, arrays, g, direction, lambda x: x.transpose(1, 2).contiguous(), lambda x: x.transpose(1, 2))
 
 
 def _torch_call(
-    f: Callable[..., Any], arrays: tuple[jax.Array, ...], g: jax.Array, direction: str, turn: Any = lambda x: x
+    f: Callable[..., Any],
+    arrays: tuple[jax.Array, ...],
+    g: jax.Array,
+    direction: str,
+    turn: Callable[[Any], Any] = lambda x: x,
+    back: Callable[[Any], Any] = lambda x: x,
 ) -> Call:
     torch = torch_here()
     own = [turn(tensor(x)) for x in arrays]
-    back = lambda x: x.transpose(1, 2) if x.ndim == 4 else x  # noqa: E731
     if direction == "forward":
 
         def forward() -> Any:
@@ -202,6 +206,25 @@ def _torch_call(
     own = [x.requires_grad_() for x in own]
     out, cotangent = f(*own), turn(tensor(g))
     return lambda: [back(x) for x in torch.autograd.grad(out, own, cotangent, retain_graph=True)]
+
+
+def flash_linear_attention(
+    module: str, function: str, inputs: Mapping[str, jax.Array], g: jax.Array, direction: str
+) -> Call:
+    """Return a linear recurrence of flash-linear-attention.
+
+    Args:
+      module: of `fla.ops`.
+      function: of the module.
+      inputs: arrays by their names in `pallas_kernels.chunked_recurrence.inputs.Inputs`.
+      g: cotangent of the result.
+      direction: "forward" or "backward".
+    """
+    torch_here()
+    f = getattr(importlib.import_module(f"fla.ops.{module}"), function)
+    names = [{"log_decay": "g"}.get(name, name) for name in inputs]
+    run = lambda *x: f(**dict(zip(names, x, strict=True)), scale=1.0)[0]  # noqa: E731
+    return _torch_call(run, tuple(inputs.values()), g, direction)
 
 
 def torch_loss(x: jax.Array, w: jax.Array, targets: jax.Array, direction: str) -> Call:

@@ -93,6 +93,7 @@ def matrix_recurrence(
     name: str = "state",
     axis: str = "heads",
     chunk: int | None = None,
+    product_dtype: str | None = None,
 ) -> Float[Array, "b s h v"]:
     """Compute linear attention within each document; see `jaxscale.parallel.linear_attention` for the arguments.
 
@@ -109,11 +110,20 @@ def matrix_recurrence(
       name: the array (H, K, V) of `decode_state` that stores the state.
       axis: the logical axis of heads.
       chunk: tokens in a chunk; `None` is the implementation's own.
+      product_dtype: "bfloat16" rounds q, k and v to it, and the other operands of products; sums and states are
+        float32. `None` is bfloat16 if q, k and v are all of it.
+
+    Returns:
+      (B, S, H, V) in `v`'s dtype; bfloat16 if products are.
     """
+    if product_dtype == "bfloat16":
+        q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
     cache = context.cache
     if not isinstance(cache, LayerCache):
         starts = document_starts(context, q.shape[1])
-        return linear_attention(q, k, v, log_decay, beta, starts, context.order, axis=axis, chunk=chunk)
+        return linear_attention(
+            q, k, v, log_decay, beta, starts, context.order, axis=axis, chunk=chunk, product_dtype=product_dtype
+        )
     optional = {"log_decay": log_decay, "beta": beta}
     extra = {name: x for name, x in optional.items() if x is not None}
 
@@ -124,7 +134,8 @@ def matrix_recurrence(
             name: jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, 0)
             for name, x in zip(extra, rest, strict=True)
         }
-        return chunked_recurrence(q, k, v, options.get("log_decay"), options.get("beta"), initial=state, chunk=chunk)
+        decay, beta = options.get("log_decay"), options.get("beta")
+        return chunked_recurrence(q, k, v, decay, beta, initial=state, chunk=chunk, product_dtype=product_dtype)
 
     return cache.carry(decode_state, name, (q, k, v, *extra.values()), run)
 

@@ -26,6 +26,7 @@ def linear_attention(
     *,
     axis: str = "heads",
     chunk: int | None = None,
+    product_dtype: str | None = None,
     implementation: str | None = None,
     reverse: bool = False,
 ) -> Float[Array, "b s h v"]:
@@ -48,7 +49,8 @@ def linear_attention(
       order: position of each column in the sequence, if columns are in the order of
         `jaxscale.parallel.context.zigzag`.
       axis: the logical axis of heads.
-      chunk: see `pallas_kernels.chunked_recurrence.chunked_recurrence`, like the next.
+      chunk: see `pallas_kernels.chunked_recurrence.chunked_recurrence`, like the next two.
+      product_dtype: "float32", "bfloat16", or `None` for bfloat16 if q, k and v are all of it.
       implementation: "mosaic_tpu", "xla", or `None` for the best.
       reverse: go from the last token to the first, with `S[t + 1]` in place of `S[t - 1]`; `starts` has to be given.
 
@@ -61,7 +63,11 @@ def linear_attention(
     """
     over = cut_over("seq")
     parts = 1 if order is None else 2
-    recur: Callable[..., Any] = partial(chunked_recurrence, chunk=chunk, implementation=implementation)
+    if product_dtype is None and q.dtype == k.dtype == v.dtype == jnp.bfloat16:
+        product_dtype = "bfloat16"
+    recur: Callable[..., Any] = partial(
+        chunked_recurrence, chunk=chunk, product_dtype=product_dtype, implementation=implementation
+    )
     if starts is None:
         assert not reverse
         starts = ((jnp.arange(q.shape[1]) if order is None else order) == 0)[None]

@@ -33,14 +33,14 @@ def chunked_recurrence(
     initial: jax.Array | None = None,
     *,
     chunk: int | None = None,
+    product_dtype: str | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return a linear recurrence's outputs and its last state.
 
-    XLA's form computes in float32. A kernel does so, too, unless q, k and v are all bfloat16: then they and what is
-    computed of them are rounded to it before products, which are summed in float32; the state and the solution of the
-    delta rule's triangular system stay float32. A kernel keeps nothing for its gradient but the arguments: the states
-    between chunks are computed again.
+    It is computed in float32, unless `product_dtype` is bfloat16: then operands are rounded to it before products,
+    which are summed in float32; the state and the inverse of the delta rule's triangular system stay float32. A kernel
+    keeps nothing for its gradient but the arguments: the states between chunks are computed again.
 
     Args:
       q: queries (B, S, H, K), floats; scale them beforehand.
@@ -53,6 +53,7 @@ def chunked_recurrence(
       initial: the state before the first token, (B, H, K, V); `None` is zero.
       chunk: tokens in a chunk, rounded up to a multiple of 16; by default a kernel's is from its table of tiles, and
         XLA's is 64.
+      product_dtype: "float32" or "bfloat16"; `None` is bfloat16 if q, k and v are all of it.
       implementation: "mosaic_tpu", "xla", or `None` for the best.
 
     Returns:
@@ -66,7 +67,7 @@ def chunked_recurrence(
     if initial is not None:
         initial = initial.astype(jnp.float32)
     inputs = Inputs(q, k, v, log_decay, beta, starts, initial)
-    facts = checked(inputs, chunk)
+    facts = checked(inputs, chunk, product_dtype)
     if implementation == "xla" or (implementation is None and device().platform != "tpu"):
         return _forward(facts, implementation, inputs)  # XLA's form has a derivative without this one's recomputation
     return _recur(facts, implementation, inputs)

@@ -17,6 +17,8 @@ BLOCK = 16
 """Chunks are a multiple of it; with decay by channels, rows of a chunk whose exponents are computed pair by pair."""
 FAR = -1e9
 """An exponent of nothing: its exponential, and that one's derivative, are exactly zero."""
+PRODUCTS = ("float32", "bfloat16")
+"""Dtypes of products' operands; sums are float32."""
 LEAST = -20.0
 """The strongest decay's logarithm: e^-20 of a state is nothing beside it in float32, and sums of stronger ones would
 lose the weaker ones.
@@ -55,7 +57,7 @@ class Facts:
       heads: number of heads.
       key: width of a key.
       value: width of a value.
-      dtype: "bfloat16" if q, k and v are all of it, else the widest of theirs.
+      dtype: of the products' operands, or another dtype that q, k and v have and no kernel takes.
       decay: "none", "heads" or "channels".
       delta: whether it is the delta rule's.
       chunk: tokens in a chunk, or `None` for the implementation's own.
@@ -81,8 +83,13 @@ class Facts:
         return size if size < BLOCK else BLOCK * math.ceil(size / BLOCK)
 
 
-def checked(inputs: Inputs, chunk: int | None) -> Facts:
+def checked(inputs: Inputs, chunk: int | None, product_dtype: str | None = None) -> Facts:
     """Return the facts of a recurrence.
+
+    Args:
+      inputs: the arrays.
+      chunk: tokens in a chunk, or `None`.
+      product_dtype: one of `PRODUCTS`, or `None` for the widest dtype of q, k and v.
 
     Raises:
       KernelError: shapes or dtypes do not fit.
@@ -106,6 +113,8 @@ def checked(inputs: Inputs, chunk: int | None) -> Facts:
         raise KernelError(f"initial is ({b}, {h}, {key}, {v.shape[3]}), not {tuple(initial.shape)}")
     if chunk is not None and chunk < 1:
         raise KernelError(f"a chunk has at least 1 token, not {chunk}")
+    if product_dtype not in (None, *PRODUCTS):
+        raise KernelError(f"product_dtype is None or one of {', '.join(PRODUCTS)}, not {product_dtype!r}")
     decay = "none" if log_decay is None else "channels" if log_decay.shape == q.shape and key > 1 else "heads"
-    dtype = str(jnp.result_type(q, k, v))
+    dtype = product_dtype or str(jnp.result_type(q, k, v))
     return Facts(b, s, h, key, v.shape[3], dtype, decay, beta is not None, chunk)

@@ -20,11 +20,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.chunked_recurrence import examples
 from pallas_kernels.chunked_recurrence.chunk import Chunk, step
-from pallas_kernels.chunked_recurrence.inputs import BLOCK, Facts, Inputs
+from pallas_kernels.chunked_recurrence.inputs import BLOCK, PRODUCTS, Facts, Inputs
 from pallas_kernels.dispatch import Target
 from pallas_kernels.tiles import lookup
 
-DTYPES = ("float32", "bfloat16")
 VMEM = 48 * 2**20
 """Bytes of VMEM that a kernel may use: less than any generation has."""
 
@@ -40,8 +39,8 @@ class Tile:
 
 def supported(target: Target, *, facts: Facts, direction: str) -> str | None:
     """Return why the kernel cannot serve a case, or `None`."""
-    if facts.dtype not in DTYPES:
-        return f"TPUs compute in {' and '.join(DTYPES)}, not {facts.dtype}"
+    if facts.dtype not in PRODUCTS:
+        return f"TPUs compute in {' and '.join(PRODUCTS)}, not {facts.dtype}"
     if facts.seq < BLOCK:
         return f"a kernel takes {BLOCK} tokens or more, not {facts.seq}"
     tile = _tile(target, facts)
@@ -162,6 +161,8 @@ def flops(facts: Facts, chunk: int) -> int:
       chunk: tokens in a chunk.
     """
     scores = chunk * (facts.key + facts.value)
+    if facts.decay == "channels":  # two sums of decays; the scores of a block and itself are no product
+        scores += 2 * chunk * facts.key - (1 + facts.delta) * BLOCK * facts.key
     states = 2 * facts.key * facts.value
     if facts.delta:
         doublings = max(0, math.ceil(math.log2(chunk)) - 1)

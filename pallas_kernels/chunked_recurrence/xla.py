@@ -7,6 +7,8 @@ Sources: chunks, Hua et al. 2022 and Yang et al. 2024 (gated linear attention); 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +39,8 @@ class Chunks(NamedTuple):
 
 
 def run(target: Any, inputs: Inputs, *, facts: Facts) -> tuple[Array, Array]:
-    """See `dispatch.Implementation`; computed in float32."""
+    """See `dispatch.Implementation`."""
+    mul = partial(_product, rounded=facts.dtype == "bfloat16")
     q, k, v, log_decay, beta, starts, initial = inputs
     b, seq, heads = q.shape[:3]
     size = facts.size(facts.chunk or CHUNK)
@@ -55,13 +58,13 @@ def run(target: Any, inputs: Inputs, *, facts: Facts) -> tuple[Array, Array]:
     def step(state: Array, chunk: Chunks) -> tuple[Array, Array]:
         values = chunk.values
         if chunk.removes is not None:
-            values = values - chunk.removes @ state
-        out = chunk.reads @ state + chunk.scores @ values
-        state = chunk.keeps[..., None] * state + jnp.swapaxes(chunk.writes, -1, -2) @ values
+            values = values - mul(chunk.removes, state)
+        out = mul(chunk.reads, state) + mul(chunk.scores, values)
+        state = chunk.keeps[..., None] * state + mul(jnp.swapaxes(chunk.writes, -1, -2), values)
         return state, out
 
     with jax.default_matmul_precision("highest"):
-        prepared = jax.checkpoint(_prepare)(
+        prepared = jax.checkpoint(partial(_prepare, mul))(
             cut(q), cut(k), cut(v), cut(decay), None if beta is None else cut(beta), cut(begun[:, :, None])
         )
         state, out = lax.scan(step, first, jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), prepared))
@@ -69,7 +72,23 @@ def run(target: Any, inputs: Inputs, *, facts: Facts) -> tuple[Array, Array]:
     return out[:, :seq].astype(v.dtype), state
 
 
-def _prepare(q: Array, k: Array, v: Array, log_decay: Array, beta: Array | None, starts: Array) -> Chunks:
+def _product(a: Array, b: Array, *, rounded: bool) -> Array:
+    """Return a product in float32; `rounded`, of bfloat16 operands."""
+    if not rounded:
+        return a @ b
+    a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+    return jnp.matmul(a, b, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
+
+
+def _prepare(
+    mul: Callable[[Array, Array], Array],
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array,
+    beta: Array | None,
+    starts: Array,
+) -> Chunks:
     """Compute what the scan needs of all chunks at once; arrays are (b, h, chunks, rows, ...), `starts` has h = 1."""
     total = jnp.cumsum(log_decay, -2)
     runs = jnp.cumsum(starts, -1)
@@ -81,11 +100,11 @@ def _prepare(q: Array, k: Array, v: Array, log_decay: Array, beta: Array | None,
     values, removes = v, None
     if beta is not None:
         before = sees & (rows[:, None] > rows)
-        lower = beta[..., None] * _decayed(k, k, total, before)
+        lower = beta[..., None] * _decayed(mul, k, k, total, before)
         right = beta[..., None] * jnp.concatenate([v, k * since], -1)
         solved = _solve(lower, right)
         values, removes = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
-    return Chunks(values, removes, q * since, _decayed(q, k, total, sees), k * until, keeps)
+    return Chunks(values, removes, q * since, _decayed(mul, q, k, total, sees), k * until, keeps)
 
 
 def _solve(lower: Array, right: Array) -> Array:
@@ -112,7 +131,7 @@ def _solve(lower: Array, right: Array) -> Array:
     return jnp.concatenate(solved, axis=-2)
 
 
-def _decayed(x: Array, y: Array, total: Array, sees: Array) -> Array:
+def _decayed(mul: Callable[[Array, Array], Array], x: Array, y: Array, total: Array, sees: Array) -> Array:
     """Sum `x[i] y[j] exp(total[i] - total[j])` over channels where `sees`, (..., rows, rows); else zero.
 
     By channels, the exponent is not a product's: within blocks of rows it is computed for each pair of tokens; between
@@ -120,7 +139,7 @@ def _decayed(x: Array, y: Array, total: Array, sees: Array) -> Array:
     """
     *leading, size, channels = x.shape
     if total.shape[-1] == 1:
-        return (x @ jnp.swapaxes(y, -1, -2)) * jnp.exp(jnp.where(sees, total - jnp.swapaxes(total, -1, -2), FAR))
+        return mul(x, jnp.swapaxes(y, -1, -2)) * jnp.exp(jnp.where(sees, total - jnp.swapaxes(total, -1, -2), FAR))
     block = min(BLOCK, size)
     many = size // block
 
@@ -134,9 +153,8 @@ def _decayed(x: Array, y: Array, total: Array, sees: Array) -> Array:
     near = jnp.where(within[..., None], exponents[..., :, None, :] - exponents[..., None, :, :], FAR)
     near = jnp.sum(rows[..., :, None, :] * columns[..., None, :, :] * jnp.exp(near), -1)
     split = jnp.pad(exponents[..., :-1, -1:, :], [(0, 0)] * len(leading) + [(1, 0), (0, 0), (0, 0)])
-    far = (rows * jnp.exp(exponents - split)) @ jnp.swapaxes(
-        y[..., None, :, :] * jnp.exp(jnp.minimum(split - total[..., None, :, :], 0)), -1, -2
-    )
+    until = y[..., None, :, :] * jnp.exp(jnp.minimum(split - total[..., None, :, :], 0))
+    far = mul(rows * jnp.exp(exponents - split), jnp.swapaxes(until, -1, -2))
     earlier = mine[:, :1, None] > jnp.arange(size)
     far = jnp.where(earlier, far, 0).reshape(*leading, size, size)
     diagonal = (near[..., None, :] * jnp.eye(many)[:, None, :, None]).reshape(*leading, size, size)

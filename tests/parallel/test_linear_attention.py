@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,6 +97,24 @@ def test_equal_keys_are_solved_as_exactly_as_others():
     x = jnp.ones((1, 64, 1, 4)) / 2  # a text of one token, each of which replaces what the last one wrote
     v = jnp.arange(64.0)[None, :, None, None]
     np.testing.assert_allclose(linear_attention(x, x, v, None, jnp.ones((1, 64, 1)))[0, :, 0, 0], v.ravel(), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("decay", "delta"), short(1, [("channels", True), ("heads", True), ("heads", False), ("none", False)])
+)
+def test_products_in_bfloat16_have_the_error_of_its_rounding_on_one_device_and_on_several(decay, delta):
+    operands = _operands(decay, delta)
+    want = _reference(*operands)
+
+    def run(*arrays):
+        return linear_attention(*arrays, chunk=CHUNK, product_dtype="bfloat16")
+
+    errors = []
+    for layout in (None, Layout("context=2")):
+        with layout or contextlib.nullcontext():
+            got = np.asarray(jax.jit(run)(*map(_single, operands)))
+        errors.append(np.linalg.norm(got - want) / np.linalg.norm(want))
+    assert 2**-11 < min(errors) < max(errors) < 2**-7, errors
 
 
 def test_gradients_are_those_of_the_recurrence():

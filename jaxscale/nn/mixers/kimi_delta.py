@@ -16,8 +16,16 @@ from jaxscale.layout import constrain
 from jaxscale.nn.cache import RecurrentState, StateArray
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
-from jaxscale.nn.mixer import Mixer, check_whole, chosen
-from jaxscale.nn.mixers.parts import HEADS, ShortConvolution, rate_logarithm, recurrence_flops, step_size_bias, unit
+from jaxscale.nn.mixer import check_whole
+from jaxscale.nn.mixers.parts import (
+    HEADS,
+    MatrixMixer,
+    ShortConvolution,
+    rate_logarithm,
+    recurrence_flops,
+    step_size_bias,
+    unit,
+)
 from jaxscale.nn.norms import RMSNorm
 from jaxscale.nn.recurrent import matrix_recurrence
 
@@ -37,7 +45,8 @@ class KimiDelta(nnx.Module):
       taps: tokens that the convolutions see.
       norm_eps: epsilon of the output's norm.
       out_scale: multiplies the initial standard deviation of the output projection.
-      dtype: dtype of the computation; the recurrence is computed in float32.
+      product_dtype: see `MatrixMixer`.
+      dtype: dtype of the computation; the recurrence's sums and states are float32.
       param_dtype: dtype of the parameters.
       rngs: random streams of the initial values.
     """
@@ -52,6 +61,7 @@ class KimiDelta(nnx.Module):
         taps: int,
         *,
         norm_eps: float,
+        product_dtype: str,
         out_scale: float,
         dtype: jnp.dtype,
         param_dtype: jnp.dtype,
@@ -76,7 +86,7 @@ class KimiDelta(nnx.Module):
         state = StateArray("state", (heads, key_dim, value_dim), ("heads", None, None))
         convolutions = (self.q_conv, self.k_conv, self.v_conv)
         self.decode_state = RecurrentState((state, *(c.stored for c in convolutions)))
-        self.dtype = dtype
+        self.product_dtype, self.dtype = product_dtype, dtype
 
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
         """Apply the layer; with a cache in the context, go on from the sequences' states."""
@@ -97,6 +107,7 @@ class KimiDelta(nnx.Module):
                 self.decode_state,
                 log_decay=-jnp.exp(self.rate.get_value().astype(jnp.float32))[:, None] * step,
                 beta=jax.nn.sigmoid(beta.astype(jnp.float32)),
+                product_dtype=self.product_dtype,
             )
             context.share("memory", out)
         with jax.named_scope("out"):
@@ -106,7 +117,7 @@ class KimiDelta(nnx.Module):
 
 @register
 @dataclasses.dataclass(frozen=True)
-class KimiDeltaAttention(Mixer):
+class KimiDeltaAttention(MatrixMixer):
     """Kimi Delta Attention (Kimi Team 2025, Kimi Linear).
 
     Args:
@@ -120,9 +131,6 @@ class KimiDeltaAttention(Mixer):
       ConfigError: a number of heads, a width, or `taps` below 1.
     """
 
-    any_order = True
-    gives = ("memory",)
-
     heads: int | None = None
     key_dim: int | None = None
     value_dim: int | None = None
@@ -130,6 +138,7 @@ class KimiDeltaAttention(Mixer):
     taps: int = 4
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_whole(self, "taps", optional=("heads", "key_dim", "value_dim", "rank"))
 
     def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:
@@ -147,7 +156,7 @@ class KimiDeltaAttention(Mixer):
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> KimiDelta:
         """See `Mixer`."""
         sizes = self._sizes(heads, head_dim)
-        return KimiDelta(width, *sizes, self.taps, **chosen(options, "norm_eps"))
+        return KimiDelta(width, *sizes, self.taps, **self.options(options))
 
     def _sizes(self, heads: int, head_dim: int) -> tuple[int, int, int, int]:
         """Heads, width of a key and of a value, rank."""

@@ -16,8 +16,8 @@ from jaxscale.layout import constrain
 from jaxscale.nn.cache import RecurrentState, StateArray
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
-from jaxscale.nn.mixer import Mixer, check_whole, chosen
-from jaxscale.nn.mixers.parts import HEADS, recurrence_flops
+from jaxscale.nn.mixer import check_whole
+from jaxscale.nn.mixers.parts import HEADS, MatrixMixer, recurrence_flops
 from jaxscale.nn.norms import RMSNorm
 from jaxscale.nn.recurrent import matrix_recurrence
 from jaxscale.nn.rotary import Rotary, rotate
@@ -39,7 +39,8 @@ class LinearHeads(nnx.Module):
       rotary: rotates queries and keys, or `None`.
       norm_eps: epsilon of the output's norm.
       out_scale: multiplies the initial standard deviation of the output projection.
-      dtype: dtype of the computation; the recurrence is computed in float32.
+      product_dtype: see `MatrixMixer`.
+      dtype: dtype of the computation; the recurrence's sums and states are float32.
       param_dtype: dtype of the parameters.
       rngs: random streams of the initial values.
     """
@@ -57,6 +58,7 @@ class LinearHeads(nnx.Module):
         positive: bool = False,
         rotary: Rotary | None = None,
         norm_eps: float,
+        product_dtype: str,
         out_scale: float,
         dtype: jnp.dtype,
         param_dtype: jnp.dtype,
@@ -75,7 +77,8 @@ class LinearHeads(nnx.Module):
         self.out = Linear({"heads": heads, "head_dim": value_dim}, {"embed": width}, scale=out_scale, **types)
         state = StateArray("state", (heads, key_dim, value_dim + positive), ("heads", None, None))
         self.decode_state = RecurrentState((state,))
-        self.temperature, self.retains, self.rotary, self.dtype = temperature, retains, rotary, dtype
+        self.temperature, self.retains, self.rotary = temperature, retains, rotary
+        self.product_dtype, self.dtype = product_dtype, dtype
 
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
         """Apply the layer; with a cache in the context, go on from the sequences' states."""
@@ -98,28 +101,29 @@ class LinearHeads(nnx.Module):
             elif self.retains:
                 each = jnp.log1p(-(2.0 ** (-5.0 - jnp.arange(q.shape[2]))))
                 rates = jnp.broadcast_to(each, q.shape[:3])
-            out = matrix_recurrence(q * scale, k, v, context, self.decode_state, log_decay=rates)
+            out = matrix_recurrence(
+                q * scale, k, v, context, self.decode_state, log_decay=rates, product_dtype=self.product_dtype
+            )
             if self.gate is not None:
                 context.share("memory", out)
         with jax.named_scope("out"):
             if self.gate is None or self.norm is None:
-                out = out[..., :-1] / (out[..., -1:] + 1e-6)
+                out = out[..., :-1] / (out[..., -1:].astype(jnp.float32) + 1e-6)
             else:
                 out = self.norm(out) * jax.nn.silu(rest[0].astype(jnp.float32))
             return out_of(constrain(out.astype(self.dtype), *HEADS), self.out)
 
 
-class _Heads(Mixer):
+class _Heads(MatrixMixer):
     """Sizes and FLOPs that the mixers of this file share."""
 
-    any_order: ClassVar[bool] = True
-    gives: ClassVar[tuple[str, ...]] = ("memory",)
     gated: ClassVar[bool] = True
 
     heads: int | None
     value_dim: int | None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_whole(self, optional=tuple(name for name in ("heads", "key_dim", "value_dim") if hasattr(self, name)))
 
     def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:
@@ -145,7 +149,7 @@ class _Heads(Mixer):
     def _make(
         self, width: int, heads: int, head_dim: int, options: dict[str, Any], mine: dict[str, Any]
     ) -> LinearHeads:
-        return LinearHeads(width, *self._sizes(heads, head_dim), **mine | chosen(options, "norm_eps"))
+        return LinearHeads(width, *self._sizes(heads, head_dim), **mine | self.options(options))
 
 
 @register

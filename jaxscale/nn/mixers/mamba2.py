@@ -17,8 +17,15 @@ from jaxscale.layout import constrain, named
 from jaxscale.nn.cache import RecurrentState, StateArray
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
-from jaxscale.nn.mixer import Mixer, check_whole, chosen
-from jaxscale.nn.mixers.parts import HEADS, ShortConvolution, rate_logarithm, recurrence_flops, step_size_bias
+from jaxscale.nn.mixer import check_whole
+from jaxscale.nn.mixers.parts import (
+    HEADS,
+    MatrixMixer,
+    ShortConvolution,
+    rate_logarithm,
+    recurrence_flops,
+    step_size_bias,
+)
 from jaxscale.nn.recurrent import matrix_recurrence
 
 
@@ -37,7 +44,8 @@ class StateSpace(nnx.Module):
       least_step: the smallest step.
       norm_eps: epsilon of the output's norm, which is over the channels of a group.
       out_scale: multiplies the initial standard deviation of the output projection.
-      dtype: dtype of the computation; the recurrence is computed in float32.
+      product_dtype: see `MatrixMixer`.
+      dtype: dtype of the computation; the recurrence's sums and states are float32.
       param_dtype: dtype of the parameters.
       rngs: random streams of the initial values.
     """
@@ -53,6 +61,7 @@ class StateSpace(nnx.Module):
         *,
         least_step: float,
         norm_eps: float,
+        product_dtype: str,
         out_scale: float,
         dtype: jnp.dtype,
         param_dtype: jnp.dtype,
@@ -77,7 +86,8 @@ class StateSpace(nnx.Module):
         convolutions = (self.x_conv, self.b_conv, self.c_conv)
         array = StateArray("state", (heads, state, head_dim), ("heads", None, None))
         self.decode_state = RecurrentState((array, *(c.stored for c in convolutions)))
-        self.groups, self.least_step, self.eps, self.dtype = groups, least_step, norm_eps, dtype
+        self.groups, self.least_step, self.eps = groups, least_step, norm_eps
+        self.product_dtype, self.dtype = product_dtype, dtype
 
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
         """Apply the layer; with a cache in the context, go on from the sequences' states."""
@@ -100,6 +110,7 @@ class StateSpace(nnx.Module):
                 context,
                 self.decode_state,
                 log_decay=-jnp.exp(self.rate.get_value().astype(jnp.float32)) * step,
+                product_dtype=self.product_dtype,
             )
             out = out + self.skip.get_value()[:, None] * x
             context.share("memory", out)
@@ -116,7 +127,7 @@ class StateSpace(nnx.Module):
 
 @register
 @dataclasses.dataclass(frozen=True)
-class Mamba2(Mixer):
+class Mamba2(MatrixMixer):
     """Mamba-2 (Dao & Gu 2024), as in Nemotron-H, Granite 4 and Falcon-H1.
 
     Args:
@@ -131,9 +142,6 @@ class Mamba2(Mixer):
       ConfigError: a number of heads or groups, a width, or `taps` below 1; `least_step` below 0.
     """
 
-    any_order = True
-    gives = ("memory",)
-
     heads: int | None = None
     head_dim: int | None = None
     state: int = 128
@@ -142,6 +150,7 @@ class Mamba2(Mixer):
     least_step: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_whole(self, "state", "groups", "taps", optional=("heads", "head_dim"))
         if not self.least_step >= 0:
             raise ConfigError(f"Mamba2.least_step = {self.least_step!r}: must be at least 0, which changes nothing")
@@ -167,4 +176,4 @@ class Mamba2(Mixer):
         """See `Mixer`."""
         heads, head_dim = self.heads or 2 * heads, self.head_dim or head_dim
         sizes = (width, heads, self.groups, self.state, head_dim, self.taps)
-        return StateSpace(*sizes, least_step=self.least_step, **chosen(options, "norm_eps"))
+        return StateSpace(*sizes, least_step=self.least_step, **self.options(options))

@@ -2,22 +2,59 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxscale.errors import ConfigError
 from jaxscale.layout import constrain, named
 from jaxscale.nn.cache import RecurrentState, StateArray
 from jaxscale.nn.context import Context
+from jaxscale.nn.mixer import Mixer, chosen
 from jaxscale.nn.recurrent import convolution
 from pallas_kernels.chunked_recurrence import CHUNK
+from pallas_kernels.chunked_recurrence.inputs import PRODUCTS
 
 HEADS = ("batch", "seq", "heads", "head_dim")
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixMixer(Mixer):
+    """A mixer whose state is a matrix for each head; see `jaxscale.nn.matrix_recurrence`.
+
+    Args:
+      product_dtype: "float32" or "bfloat16", to which operands of the recurrence's products are rounded; sums, decays
+        and states are float32. `None` is bfloat16 in a model that computes in bfloat16, else float32.
+
+    Raises:
+      ConfigError: another `product_dtype`.
+    """
+
+    any_order: ClassVar[bool] = True
+    gives: ClassVar[tuple[str, ...]] = ("memory",)
+
+    product_dtype: str | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.product_dtype not in (None, *PRODUCTS):
+            raise ConfigError(
+                f"{type(self).__name__}.product_dtype = {self.product_dtype!r}: must be None, 'float32' or 'bfloat16'"
+            )
+
+    def options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments of the mixer's layer.
+
+        Args:
+          options: those that the mixer is called with.
+        """
+        dtype = self.product_dtype or ("bfloat16" if options["dtype"] == jnp.bfloat16 else "float32")
+        return chosen(options, "norm_eps") | {"product_dtype": dtype}
 
 
 class ShortConvolution(nnx.Module):

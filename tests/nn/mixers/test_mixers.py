@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout, Pipeline
@@ -24,7 +27,10 @@ from jaxscale.nn.mixers import (
     Mamba2,
     RetNet,
 )
+from jaxscale.step.state import describe_model
 from jaxscale.testing import check_mixer
+from pallas_kernels import chosen, forget
+from pallas_kernels.dispatch import on_device
 
 MIXERS = [
     GatedDeltaNet(key_heads=2, value_dim=4, taps=3),
@@ -46,6 +52,39 @@ MIXERS = [
 @pytest.mark.parametrize("mixer", MIXERS, ids=lambda m: type(m).__name__)
 def test_mixers_keep_documents_apart_and_decode(mixer):
     check_mixer(mixer)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        GatedDeltaNet,
+        KimiDeltaAttention,
+        Mamba2,
+        partial(GatedLinearAttention, rank=2, value_dim=16),
+        LinearAttention,
+    ],
+)
+def test_with_products_in_bfloat16_decoding_is_training_to_its_rounding(mixer):
+    check_mixer(mixer(product_dtype="bfloat16"), tolerance=3e-2)
+
+
+def test_products_have_the_models_dtype_unless_the_mixer_names_another():
+    def products(mixer, dtype):
+        forget()
+        config = TransformerConfig(vocab=8, width=32, heads=2, depth=1, hidden=8, dtype=dtype, blocks=(mixer,))
+        graphdef, infos = describe_model(config)
+        params = jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), infos)
+        tokens = jax.ShapeDtypeStruct((1, 64), jnp.int32)
+        with on_device("TPU v5"):
+            jax.eval_shape(lambda params, tokens: nnx.merge(graphdef, params).hidden(tokens), params, tokens)
+        return {dict(c.case)["facts"].dtype for c in chosen("chunked_recurrence")}
+
+    delta, exact = BlockConfig(mixer=GatedDeltaNet()), BlockConfig(mixer=GatedDeltaNet(product_dtype="float32"))
+    assert products(delta, "bfloat16") == {"bfloat16"}
+    assert products(delta, "float32") == products(exact, "bfloat16") == {"float32"}
+    with pytest.raises(ConfigError, match="RetNet.product_dtype = 'int8': must be None, 'float32' or 'bfloat16'"):
+        RetNet(product_dtype="int8")
 
 
 @pytest.mark.long

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxscale.plan.flops import of_jaxpr
 from jaxscale.testing.ops import allowed, error_of
 from pallas_kernels import chosen, forget, tiles
 from pallas_kernels.aot import compile_kernel
 from pallas_kernels.chunked_recurrence import chunked_recurrence, examples, tpu
-from pallas_kernels.chunked_recurrence.chunk import inverse
+from pallas_kernels.chunked_recurrence.chunk import Chunk, inverse, step
+from pallas_kernels.chunked_recurrence.inputs import checked
+from pallas_kernels.chunked_recurrence.tpu import flops
 from pallas_kernels.dispatch import KernelError, interpreted, on_device
 from pallas_kernels.gate import TPUS, configurations
 from tests.pallas_kernels.chunked_recurrence.cases import FEATURES, everything, make, program, truth
@@ -19,11 +24,11 @@ from tests.pallas_kernels.chunked_recurrence.cases import FEATURES, everything, 
 GATE = {name: (fn, shapes) for name, fn, shapes in configurations("chunked_recurrence", "tpu")}
 
 
-def check(decay, delta, dtype):
+def check(decay, delta, dtype, implementation="mosaic_tpu"):
     """Compare outputs, the last state and gradients with float64, and errors with the plain recurrence's."""
     made = program(decay, delta, dtype, None)
     with interpreted(races=True):
-        got = jax.jit(made.ours("mosaic_tpu"))(*made.arrays)
+        got = jax.jit(made.ours(implementation))(*made.arrays)
     for i, (ours, plain, right) in enumerate(zip(got, made.plain(), made.truth(), strict=True)):
         log_decay = i == 5 and decay != "none"  # see `without_log_decay`
         assert error_of(ours, right) <= allowed(error_of(plain, right), ours.dtype) * (1 + log_decay), i
@@ -40,6 +45,12 @@ def test_the_delta_rules_outputs_state_and_gradients_are_exact_across_restarts_a
 def test_every_recurrence_is_as_exact_as_the_plain_one(decay, delta, dtype, capsys):
     check(decay, delta, dtype)
     assert "RACE" not in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("decay", "delta"), FEATURES.values(), ids=FEATURES)
+def test_xlas_form_is_as_exact_in_bfloat16(decay, delta):
+    check(decay, delta, "bfloat16", "xla")
 
 
 @pytest.mark.long
@@ -129,3 +140,13 @@ def test_memory_beside_the_arguments_is_that_of_chunk_states_and_linear_in_the_l
     short, long = temp(16384), temp(32768)
     tokens = 8 * 4 * 128 * 2  # q, k, v and their cotangents in the kernel's order, at most
     assert states(16384) <= long - short <= states(16384) + 16384 * tokens
+
+
+def test_a_kernel_declares_the_products_of_its_step() -> None:
+    for decay, delta in list(FEATURES.values())[2:]:
+        inputs, _ = make(decay, delta, "bfloat16", size=(2, 64, 1, 32, 16))
+        row, wide = jnp.zeros((1, 64)), jnp.zeros((64, 32))
+        q, k, v = (x[0, :, 0] for x in inputs[:3])
+        chunk = Chunk(q, k, v, wide if decay == "channels" else row, row if delta else None)
+        run = jax.make_jaxpr(partial(step, dtype=jnp.bfloat16))(jnp.zeros((32, 16)), chunk, row)
+        assert of_jaxpr(run, platform="tpu").matmul * 2 == flops(checked(inputs, 64), 64), (decay, delta)

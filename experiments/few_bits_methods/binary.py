@@ -71,6 +71,8 @@ def main() -> None:
             wrong = sum(float(np.sum((np.asarray(kind.change(jnp.asarray(w))) - w) ** 2)) for w in recorder.seen)
             whole = sum(float(np.sum(w**2)) for w in recorder.seen)
             lines[f"{name}, squared error of weights, seed {seed}"] = wrong / whole
+        write("binary", lines)
+    for seed in SEEDS[:2]:
         for name, kind in {"softmax": MODEL.attention, **KINDS}.items():
             model = dataclasses.replace(MODEL, attention=kind, products=Rounded(Stored("binary")))
             config = TrainConfig(model=model, seed=seed, **{**SAME, "steps": STEPS})

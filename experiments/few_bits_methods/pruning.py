@@ -1,4 +1,4 @@
-"""Block pruning by Taylor scores (LPViT) beside pruning by size: held-out loss of half of the blocks.
+"""Block pruning by Taylor scores (LPViT) beside pruning by size: held-out loss of what is left.
 
 python experiments/few_bits_methods/pruning.py     # writes pruning.json beside this file
 """
@@ -16,7 +16,8 @@ from jaxscale.convert.recipes import BlockPruning
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from common import RUNS, SEEDS, base, heldout, write  # noqa: E402
 
-BLOCKS = ((1, 1), (8, 8))
+BLOCKS = ((1, 1, 0.5), (8, 8, 0.25), (8, 8, 0.5))
+"""Inputs and outputs of a block, and the share of blocks that are left out."""
 
 
 def main() -> None:
@@ -25,13 +26,14 @@ def main() -> None:
     for seed in SEEDS[:2]:
         start = base(seed)
         lines[f"float32, seed {seed}"] = heldout(start.config, start.params())
-        for group, outputs in BLOCKS:
+        for group, outputs, share in BLOCKS:
             for name, taylor in (("taylor", True), ("size", False)):
-                out = RUNS / f"pruned-{name}-{group}x{outputs}-{seed}"
+                out = RUNS / f"pruned-{name}-{share}-{group}x{outputs}-{seed}"
                 shutil.rmtree(out, ignore_errors=True)
-                recipe = BlockPruning(group=group, outputs=outputs, taylor=taylor, dtype="float32")
+                recipe = BlockPruning(group=group, share=share, outputs=outputs, taylor=taylor, dtype="float32")
                 run = quantize(start, out, recipe, rows=64, batch=64, say=lambda _: None)
-                lines[f"blocks of {group} x {outputs}, by {name}, seed {seed}"] = heldout(start.config, run.weights())
+                key = f"{share:.0%} of blocks of {group} x {outputs}, by {name}, seed {seed}"
+                lines[key] = heldout(start.config, run.weights())
                 write("pruning", lines)
 
 

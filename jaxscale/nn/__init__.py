@@ -55,6 +55,7 @@ from jaxscale.nn.mixers import (
     Lizard,
     LongConvolution,
     Mamba2,
+    MixedHeads,
     RetNet,
 )
 from jaxscale.nn.mlp import GELU, ClampedSwiGLU, FeedForward, GeGLU, SquaredReLU, SwiGLU
@@ -94,6 +95,7 @@ __all__ = [
     "LongConvolution",
     "Lizard",
     "Mamba2",
+    "MixedHeads",
     "RetNet",
     "convolution",
     "matrix_recurrence",

@@ -9,6 +9,7 @@ from jaxscale.nn.mixers.linear import GatedLinearAttention, LinearAttention, Ret
 from jaxscale.nn.mixers.lizard import Lizard
 from jaxscale.nn.mixers.long_convolution import LongConvolution
 from jaxscale.nn.mixers.mamba2 import Mamba2
+from jaxscale.nn.mixers.mixed_heads import MixedHeads, harden
 from jaxscale.nn.mixers.mlgru import MLGRU
 from jaxscale.nn.mixers.nsa import NSA
 from jaxscale.nn.mixers.rat import RAT
@@ -32,5 +33,7 @@ __all__ = [
     "LongConvolution",
     "Lizard",
     "Mamba2",
+    "MixedHeads",
     "RetNet",
+    "harden",
 ]

@@ -14,7 +14,7 @@ import jaxscale as js
 from jaxscale.convert.linearise import linearise
 from jaxscale.errors import ConfigError
 from jaxscale.models import TransformerConfig
-from jaxscale.nn import Bidirectional, Context, Lizard, Rotary, SigmoidAttention, dot_product_attention
+from jaxscale.nn import Bidirectional, Context, GatedMultiHead, Lizard, Rotary, SigmoidAttention, dot_product_attention
 from jaxscale.step import TrainConfig
 from jaxscale.testing import check_mixer
 from tests.truth import numpy_transformer as truth

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.torch
 TOKENS = np.random.default_rng(0).integers(0, foreign.VOCAB, (1, 24))
 
 
-@pytest.mark.parametrize("name", [pytest.param("deepseek_v3", marks=pytest.mark.long), "glm4_moe"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
 def test_transformers_reads_exported_modules_and_has_the_same_logits(name, tmp_path):
     plain = open_pretrained(foreign.save(name, tmp_path / "theirs"))
     assert plain.config.multi_token == 0  # their config.json says 1, and their files have none

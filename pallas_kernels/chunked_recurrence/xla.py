@@ -155,7 +155,7 @@ def _decayed(mul: Callable[[Array, Array], Array], x: Array, y: Array, total: Ar
     split = jnp.pad(exponents[..., :-1, -1:, :], [(0, 0)] * len(leading) + [(1, 0), (0, 0), (0, 0)])
     until = y[..., None, :, :] * jnp.exp(jnp.minimum(split - total[..., None, :, :], 0))
     far = mul(rows * jnp.exp(exponents - split), jnp.swapaxes(until, -1, -2))
-    earlier = mine[:, :1, None] > jnp.arange(size)
-    far = jnp.where(earlier, far, 0).reshape(*leading, size, size)
-    diagonal = (near[..., None, :] * jnp.eye(many)[:, None, :, None]).reshape(*leading, size, size)
-    return jnp.where(sees, far, 0) + diagonal
+    far = far.reshape(*leading, size, size)
+    # A choice, not a sum of products with 0 and 1: on a CPU, jaxlib 0.10.2 writes out of bounds for those (YNNPACK).
+    wide = jnp.broadcast_to(near[..., None, :], (*leading, many, block, many, block)).reshape(far.shape)
+    return jnp.where(sees, jnp.where(jnp.arange(size) < mine[:, :1].repeat(block, 0), far, wide), 0)

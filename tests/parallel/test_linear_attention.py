@@ -139,6 +139,19 @@ def test_gradients_are_those_of_the_recurrence():
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
 
 
+def test_gradients_by_channels_do_not_depend_on_the_size_of_a_chunk():
+    """With chunks of 32 the program once wrote out of bounds on a CPU, by a fault of jaxlib 0.10.2."""
+    q, k, v, rates = jnp.asarray(np.random.default_rng(0).standard_normal((4, 1, 40, 2, 16)), jnp.float32)
+    grads = [
+        jax.jit(jax.grad(lambda *x, n=n: (linear_attention(*x, chunk=n) ** 2).sum(), argnums=(0, 1, 2, 3)))(
+            q, k, v, -abs(rates)
+        )
+        for n in (16, 32)
+    ]
+    for a, b in zip(*grads, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
+
+
 def test_a_sequence_in_two_calls_is_the_sequence_in_one():
     q, k, v, log_decay, beta, _ = map(_single, _operands("heads", True))
     whole, last = chunked_recurrence(q, k, v, log_decay, beta)

@@ -218,6 +218,62 @@ def test_damaged_scales_and_codes_are_refused_kept_or_widened(tmp_path, what, wi
         import_checkpoint(_write(tmp_path / "theirs", made, _fp8((16, 16))), tmp_path / "run", widen=widen)
 
 
+@pytest.mark.parametrize(
+    ("name", "end", "change"),
+    [
+        ("nvfp4", "scale", lambda a: a[0, 0]),
+        ("nvfp4", "scale", lambda a: a[:, :0]),
+        ("nvfp4", "scale", lambda a: a[:1, :1]),
+        ("nvfp4", "global_scale", lambda a: a[[0, 0]]),
+        ("int3 packed, with zeros", "scale", lambda a: a.astype(np.uint8)),
+        ("int3 packed, with zeros", "scale", lambda a: a[:, :0]),
+        ("int3 packed, with zeros", "zero_point", lambda a: a[:, :-1]),
+        ("int3 packed, with zeros", "zero_point", lambda a: a[0, 0]),
+        ("int3 packed, with zeros", "shape", lambda a: a[:0]),
+    ],
+)
+def test_tensors_of_another_shape_or_type_are_refused_by_the_weights_name(tmp_path, name, end, change):
+    config, pack = LAYOUTS[name]
+    made = {f"a{key}": tensor for key, tensor in pack(_matrix())[0].items()}
+    made[f"a.weight_{end}"] = np.asarray(change(made[f"a.weight_{end}"]))
+    with pytest.raises(CheckpointError, match=r"the tensors of a.weight do not fit together: codes (U8|I32) \["):
+        _decoded(_write(tmp_path, made, config))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {**LAYOUTS["nvfp4"][0], **_groups(4, strategy="tensor_group", group_size=32)},
+            "a.weight has 4 scales for the 64 inputs of an output, and config_groups in quantization_config says "
+            "group_size = 32, which makes 2",
+        ),
+        ({**LAYOUTS["nvfp4"][0], "sparsity_config": [1]}, "has sparsity_config = [1], which is not an object"),
+    ],
+)
+def test_settings_that_are_not_those_of_the_tensors_are_refused(tmp_path, config, message):
+    made = {f"a{key}": tensor for key, tensor in packed.nvfp4(_matrix())[0].items()}
+    with pytest.raises(CheckpointError) as e:
+        _decoded(_write(tmp_path, made, config))
+    assert message in str(e.value)
+
+
+@pytest.mark.parametrize("what", ["compressed-tensors", "GPT-OSS"])
+def test_powers_of_two_that_make_fp4_infinite_are_refused(tmp_path, what):
+    parts, _ = packed.mxfp4(np.random.default_rng(0).standard_normal((3, 8, 64)))
+    parts["_scales"][0, 0, 0] = 253
+    made, config = {f"a{end}": tensor for end, tensor in parts.items()}, {"quant_method": "mxfp4"}
+    if what != "GPT-OSS":
+        made = {"a.weight_packed": parts["_blocks"][0].reshape(8, -1), "a.weight_scale": parts["_scales"][0]}
+        config = _ct("mxfp4-pack-quantized", 4)
+    got = _decoded(_write(tmp_path, made, config))
+    (name,) = got
+    with pytest.raises(CheckpointError, match=f"the scale of {name} has a value that is not finite"), got.reading(name):
+        pass
+    with pytest.raises(CheckpointError, match=f"the scale of {name} has a value that is not finite"):
+        got.planes(name)
+
+
 def test_modules_may_have_settings_of_their_own(tmp_path):
     four, a = packed.signed(_matrix(), 4, 16)
     eight, b = packed.signed(_matrix(), 8, 16)

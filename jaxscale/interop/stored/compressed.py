@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,8 +14,8 @@ from jaxscale import reading
 from jaxscale.errors import CheckpointError, near
 from jaxscale.interop.fields import Fields, plain_pattern, short
 from jaxscale.interop.safetensors import DTYPES
-from jaxscale.interop.stored.bits import e2m1, e8m0, pack, pack_along, unpack, words_of
-from jaxscale.interop.stored.fp8 import FLOATS, block_shape, grids, scaled
+from jaxscale.interop.stored.bits import e2m1, pack, pack_along, unpack, words_of
+from jaxscale.interop.stored.fp8 import FLOATS, SCALES, block_shape, grids, scaled
 from jaxscale.interop.stored.layout import (
     Arrays,
     Entries,
@@ -25,6 +26,7 @@ from jaxscale.interop.stored.layout import (
     cannot_keep,
     finite,
     misfit,
+    powers,
     scale_type,
 )
 
@@ -75,6 +77,9 @@ class CompressedTensors(QuantisedLayout):
     def __init__(self, config: Fields):
         self._format = config.only("format", *_FORMATS)
         config.only("quantization_status", "compressed")
+        for name in ("sparsity_config", "transform_config"):
+            if not isinstance(config.get(name, None) or {}, dict):
+                raise CheckpointError(f"{config.what} has {name} = {short(config.get(name))}, which is not an object")
         sparsity = config.get("sparsity_config", None) or {}
         if sparsity.get("format", "dense") not in (None, "dense"):
             raise CheckpointError(
@@ -95,18 +100,29 @@ class CompressedTensors(QuantisedLayout):
         if len(codes.shape) != 2:
             raise misfit(name, entries)
         rows, columns = codes.shape
+        groups = scale.shape[1] if len(scale.shape) == 2 and scale.shape[0] == rows else 0
+        types = SCALES
         if "shape" in entries:
-            columns = int(small("shape").reshape(-1)[-1])
-            fits = codes.dtype == "I32" and codes.shape[1] == words_of(columns, self._bits(name))
+            columns = int(small("shape").reshape(-1)[-1]) if entries["shape"].shape == (2,) else 0
+            fits = codes.dtype == "I32" and codes.shape[1] == words_of(columns, self._bits(name)) > 0
         elif codes.dtype == "U8":
             columns *= 2
-            fits = columns % scale.shape[-1] == 0 and scale.dtype == ("F8_E4M3" if "global" in entries else "U8")
+            types = ("F8_E4M3",) if "global" in entries else ("U8",)
+            fits = groups > 0 and columns % groups == 0
             fits = fits and ("global" not in entries or entries["global"].shape in ((), (1,)))
         else:
             fits = codes.dtype in ("I8", *FLOATS)
-        grid = scale.shape in grids((rows, columns), self._block(name))
-        if not fits or not (grid or (len(scale.shape) == 2 and scale.shape[0] == rows and scale.shape[1] <= columns)):
+        grid = scale.shape in grids((rows, columns), self._block(name)) or 0 < groups <= columns
+        if not fits or not grid or scale.dtype not in types:
             raise misfit(name, entries)
+        if "zeros" in entries:
+            packed = "shape" in entries and entries["zeros"].dtype == "I32"  # along the outputs
+            own = (words_of(rows, self._bits(name)), max(groups, 1)) if packed else scale.shape
+            if math.prod(entries["zeros"].shape) != math.prod(own) or packed and entries["zeros"].shape != own:
+                raise misfit(name, entries)
+        if "group" in entries and entries["group"].shape != (columns,):
+            raise misfit(name, entries)
+        self._check_groups(name, columns, groups)
         self._shapes[name] = rows, columns
         return rows, columns
 
@@ -116,7 +132,7 @@ class CompressedTensors(QuantisedLayout):
         codes, scale, zeros = arrays["codes"], arrays["scale"], arrays.get("zeros")
         if codes.dtype == np.uint8:
             values = e2m1(codes)
-            scale = e8m0(scale) if scale.dtype == np.uint8 else scale.astype(np.float32)
+            scale = powers(name, scale) if scale.dtype == np.uint8 else scale.astype(np.float32)
             if "global" in arrays:
                 scale = scale / arrays["global"].astype(np.float32)
         elif "shape" in arrays:
@@ -127,7 +143,10 @@ class CompressedTensors(QuantisedLayout):
                 zeros = unpack(zeros.T, bits, rows).T.astype(np.float32) - half
         else:
             values = codes.astype(np.float32)
-        return _scaled(values, finite(name, "the scale", scale), zeros, arrays.get("group"), self._block(name))
+        group = arrays.get("group")
+        if group is not None and group.size and group.max() >= (scale.shape[1] if scale.ndim == 2 else 1):
+            raise CheckpointError(f"weight_g_idx of {name} names groups that its scales do not have")
+        return _scaled(values, finite(name, "the scale", scale), zeros, group, self._block(name))
 
     def kind(self, name: str, entries: Entries, small: Callable[[str], np.ndarray]) -> Kind:
         """See `QuantisedLayout.kind`."""
@@ -172,7 +191,9 @@ class CompressedTensors(QuantisedLayout):
         codes, scale = arrays["codes"], arrays["scale"]
         scale = scale if scale.ndim == 2 else scale.reshape(-1, 1)
         if codes.dtype == np.uint8:
-            real, over = (e8m0(scale), None) if scale.dtype == np.uint8 else (scale, arrays["global"].reshape(1, 1))
+            real, over = (
+                (powers(name, scale), None) if scale.dtype == np.uint8 else (scale, arrays["global"].reshape(1, 1))
+            )
             finite(name, "the scale", real if over is None else real.astype(np.float32) / over)
             return Planes(unpack(codes, 4, self._shapes[name][1]), scale.view(np.uint8), over=over)
         if codes.dtype != np.int32:
@@ -271,6 +292,17 @@ class CompressedTensors(QuantisedLayout):
         if not named and not kinds:
             raise CheckpointError(f"no entry of config_groups in quantization_config is for {module}")
         return (named or kinds)[0]
+
+    def _check_groups(self, name: str, columns: int, groups: int) -> None:
+        """Check that the scales of a weight are as many as quantization_config says."""
+        scheme = self._scheme(name)
+        size = scheme.get("group_size")
+        grouped = scheme.get("strategy") in ("group", "tensor_group") and reading.is_whole(size, 1)
+        if grouped and groups and groups != -(-columns // size):
+            raise CheckpointError(
+                f"{name} has {groups} scales for the {columns} inputs of an output, and config_groups in "
+                f"quantization_config says group_size = {size}, which makes {-(-columns // size)}"
+            )
 
     def _bits(self, name: str) -> int:
         return self._scheme(name)["num_bits"]

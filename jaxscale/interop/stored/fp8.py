@@ -23,7 +23,7 @@ from jaxscale.interop.stored.layout import (
 )
 
 FLOATS = ("F8_E4M3", "F8_E5M2")
-_SCALES = ("F32", "F16", "BF16", "F8_E8M0")
+SCALES = ("F32", "F16", "BF16", "F8_E8M0")
 
 
 class Fp8Blocks(QuantisedLayout):
@@ -64,7 +64,7 @@ class Fp8Blocks(QuantisedLayout):
         """See `QuantisedLayout.shape`."""
         codes, scale = entries["codes"], entries["scale"]
         fits = scale.shape in grids(codes.shape, self.block)
-        if codes.dtype not in FLOATS or len(codes.shape) != 2 or scale.dtype not in _SCALES or not fits:
+        if codes.dtype not in FLOATS or len(codes.shape) != 2 or scale.dtype not in SCALES or not fits:
             raise misfit(name, entries)
         return codes.shape
 

@@ -14,6 +14,7 @@ import numpy as np
 from jaxscale.errors import CheckpointError
 from jaxscale.interop.fields import Fields
 from jaxscale.interop.safetensors import Stored, Tensors
+from jaxscale.interop.stored.bits import e8m0
 
 Entries = Mapping[str, Stored]
 """The entry of each tensor of a weight, by its role ("codes", "scale")."""
@@ -367,6 +368,21 @@ def finite(name: str, what: str, scale: np.ndarray) -> np.ndarray:
     if not np.isfinite(scale).all():
         raise not_finite(name, what)
     return scale
+
+
+def powers(name: str, exponents: np.ndarray) -> np.ndarray:
+    """Return scales of fp4 that are powers of two, float32.
+
+    Args:
+      name: the weight.
+      exponents: uint8, see `e8m0`.
+
+    Raises:
+      CheckpointError: one is not a number, or makes the largest code of e2m1, 6, infinite.
+    """
+    if (exponents > 127 + 125).any():
+        raise not_finite(name, "the scale")
+    return e8m0(exponents)
 
 
 def not_finite(name: str, what: str) -> CheckpointError:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxscale.interop.fields import Fields
-from jaxscale.interop.stored.bits import e2m1, e8m0, pack_along, unpack
-from jaxscale.interop.stored.layout import Arrays, Entries, Form, Kind, Planes, QuantisedLayout, finite, misfit
+from jaxscale.interop.stored.bits import e2m1, pack_along, unpack
+from jaxscale.interop.stored.layout import Arrays, Entries, Form, Kind, Planes, QuantisedLayout, misfit, powers
 
 
 class MXFP4Experts(QuantisedLayout):
@@ -39,7 +39,7 @@ class MXFP4Experts(QuantisedLayout):
 
     def decode(self, name: str, arrays: Arrays) -> np.ndarray:
         """See `QuantisedLayout.decode`."""
-        scale = finite(name, "the scale", e8m0(arrays["scale"]))
+        scale = powers(name, arrays["scale"])
         values = e2m1(arrays["codes"])
         values *= scale[..., None]
         return np.ascontiguousarray(values.reshape(*scale.shape[:2], -1).transpose(0, 2, 1))
@@ -51,7 +51,7 @@ class MXFP4Experts(QuantisedLayout):
     def planes(self, name: str, arrays: Arrays) -> Planes:
         """See `QuantisedLayout.planes`."""
         codes, scale = arrays["codes"], arrays["scale"]
-        finite(name, "the scale", e8m0(scale))
+        powers(name, scale)
         codes = unpack(codes, 4, 2 * codes.shape[-1]).reshape(*scale.shape[:2], -1)
         return Planes(codes.transpose(0, 2, 1), scale.transpose(0, 2, 1))
 

@@ -74,13 +74,13 @@ class Facts:
     chunk: int | None
 
     def size(self, chunk: int) -> int:
-        """Return the tokens of a chunk: at most the sequence, and a multiple of `BLOCK` unless it is less.
+        """Return the tokens of a chunk: a multiple of `BLOCK`, or a power of two below that.
 
         Args:
           chunk: tokens wanted.
         """
         size = min(chunk, 1 << max(0, self.seq - 1).bit_length())
-        return size if size < BLOCK else BLOCK * math.ceil(size / BLOCK)
+        return 1 << (size - 1).bit_length() if size < BLOCK else BLOCK * math.ceil(size / BLOCK)
 
 
 def checked(inputs: Inputs, chunk: int | None, product_dtype: str | None = None) -> Facts:

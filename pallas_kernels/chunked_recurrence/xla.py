@@ -110,25 +110,39 @@ def _prepare(
 def _solve(lower: Array, right: Array) -> Array:
     """Solve `(I + lower) x = right`, (..., C, C) strictly lower triangular and (..., C, D), by substitution.
 
-    Rows one after the other within blocks, then block by block, which are products of matrices. Not by
+    Block by block, by the inverses of those on the diagonal, which are products of matrices. Not by
     `solve_triangular`: on a CPU, that of jaxlib 0.10 waits on XLA's threads for work that it queues to the same ones,
     so that as many solves at once as there are threads wait for ever.
     """
     size = lower.shape[-1]
     block = min(BLOCK, size)
+    starts = range(0, size, block)
+    inverses = _inverses(jnp.stack([lower[..., i : i + block, i : i + block] for i in starts], axis=-3))
     solved: list[Array] = []
-    for start in range(0, size, block):
-        rows_of = slice(start, start + block)
-        inside = lower[..., rows_of, rows_of]
-        rows = [jnp.broadcast_to(jnp.eye(block)[0], inside.shape[:-1])]
-        for i in range(1, block):
-            before = jnp.stack(rows, axis=-2)
-            rows.append(jnp.eye(block)[i] - jnp.sum(inside[..., i, :i, None] * before, axis=-2))
-        rest = right[..., rows_of, :]
+    for n, start in enumerate(starts):
+        rest = right[..., start : start + block, :]
         if solved:
-            rest = rest - lower[..., rows_of, :start] @ jnp.concatenate(solved, axis=-2)
-        solved.append(jnp.stack(rows, axis=-2) @ rest)
+            rest = rest - lower[..., start : start + block, :start] @ jnp.concatenate(solved, axis=-2)
+        solved.append(inverses[..., n, :, :] @ rest)
     return jnp.concatenate(solved, axis=-2)
+
+
+def _inverses(lower: Array) -> Array:
+    """Return `(I + lower)^-1` of matrices (..., C, C), strictly lower triangular, C a power of two.
+
+    The inverse of a matrix of four blocks follows from those of the two on its diagonal, from 1 x 1 blocks on.
+    """
+    *leading, size, _ = lower.shape
+    inverse, half = jnp.ones((*leading, size, 1, 1), lower.dtype), 1
+    while half < size:
+        pairs = lower.reshape(*leading, size // (2 * half), 2 * half, size // (2 * half), 2 * half)
+        pairs = jnp.moveaxis(jnp.diagonal(pairs, axis1=-4, axis2=-2), -1, -3)
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        below = -second @ pairs[..., half:, :half] @ first
+        above = jnp.concatenate([first, jnp.zeros_like(first)], -1)
+        inverse = jnp.concatenate([above, jnp.concatenate([below, second], -1)], -2)
+        half *= 2
+    return inverse[..., 0, :, :]
 
 
 def _decayed(mul: Callable[[Array, Array], Array], x: Array, y: Array, total: Array, sees: Array) -> Array:

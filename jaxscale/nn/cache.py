@@ -460,7 +460,7 @@ class LayerCache:
             state = jnp.where((first > 0).reshape(*first.shape, *(1,) * (state.ndim - 2)), state, 0)
 
             def flat(x: Array) -> Array:
-                return x.reshape(-1, *x.shape[2:])
+                return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])  # a state may be empty: no -1
 
             # The states after the last tokens are each stored (`back`): those tokens are run one by one.
             singles = min(ring, at.shape[2]) - 1

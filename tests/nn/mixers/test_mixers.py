@@ -24,6 +24,7 @@ from jaxscale.nn.mixers import (
     GatedMemory,
     KimiDeltaAttention,
     LinearAttention,
+    LongConvolution,
     Mamba2,
     RetNet,
 )
@@ -67,6 +68,11 @@ def test_mixers_keep_documents_apart_and_decode(mixer):
 )
 def test_with_products_in_bfloat16_decoding_is_training_to_its_rounding(mixer):
     check_mixer(mixer(product_dtype="bfloat16"), tolerance=3e-2)
+
+
+@pytest.mark.parametrize("mixer", [GatedDeltaNet(taps=1), LongConvolution(1, features=2, hidden=8, taps=1)])
+def test_convolutions_of_one_token_decode_without_a_state(mixer):
+    check_mixer(mixer)
 
 
 def test_products_have_the_models_dtype_unless_the_mixer_names_another():

@@ -108,6 +108,19 @@ dot_product_attention: sdpa xla dotproduct eager
 RingAttention: ring
 UlyssesAttention: ulysses alltoall
 LoRA: qlora
+SoftPrompt: prompttuning softprompts prefixtuning ptuning
+MultiHead: mha gqa mqa multiheadattention groupedqueryattention
+MultiHeadLatent: mla multiheadlatentattention
+LongConvolution: hyena hyenaoperator longconv
+NSA: nativesparseattention
+Mamba2: mamba ssd
+GatedDeltaNet: deltanet gdn
+GatedLinearAttention: gla
+KimiDeltaAttention: kda kimilinear
+GatedMemory: gmu gatedmemoryunit
+CrossDecoderAttention: yoco crossdecoder crossattention
+NextTokens: mtp multitoken multitokenprediction
+BlankInfilling: infilling
 v4: tpuv4
 v5e: v5lite v5litepod tpuv5e tpuv5lite tpuv5litepod tpu
 v5p: v5 tpuv5 tpuv5p

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxscale.config_registry import BY_NAME
 from jaxscale.config_types import parameters
 from jaxscale.errors import ConfigError
 
@@ -25,6 +26,13 @@ def check_call(setting: str, part: Callable[..., Any], positional: Sequence[str]
     Raises:
         ConfigError: it lacks parameters or requires others; the message has both signatures.
     """
+    if part is not None and not callable(part):
+        named_so = BY_NAME.get(part) if isinstance(part, str) else None
+        hint = ""
+        if named_so is not None:
+            made = "()" if _instances_bind(named_so.obj, positional, named) else ""
+            hint = f"; write @{part}{made} in gin, and the object itself in Python"
+        raise ConfigError(f"{setting} = {part!r}: must be a function, a class or an object that is called{hint}")
     try:
         signature = _signature(part)
     except (TypeError, ValueError):  # a builtin without a signature

@@ -141,6 +141,9 @@ def test_a_mixed_stack_counts_every_layers_parameters_and_products():
         (dict(blocks=(BlockConfig(window=0),)), ["Block.window = 0", "at least 1"]),
         (dict(blocks=(GatedRecurrence(),)), ["Transformer.blocks", "BlockConfig"]),
         (dict(blocks=(BlockConfig(mixer=len),)), ["Block.mixer = len", "called as (width, heads"]),
+        (dict(blocks=(BlockConfig(mixer="GatedDeltaNet"),)), ["Block.mixer = 'GatedDeltaNet'", "@GatedDeltaNet() in"]),
+        (dict(blocks=(BlockConfig(mlp="SwiGLU"),)), ["Block.mlp = 'SwiGLU'", "write @SwiGLU in gin"]),
+        (dict(norm="RMSNorm"), ["Transformer.norm = 'RMSNorm'", "write @RMSNorm in gin"]),
         (dict(parametrisation=MuP(base_width=16)), ["Transformer.parametrisation", "GatedRecurrence", "MultiHead()"]),
     ],
 )

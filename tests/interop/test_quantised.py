@@ -163,6 +163,7 @@ def test_the_command_widens_to_bfloat16(tmp_path):
         (_gptq(5), "bits = 5, but only 4 or 2 or 3 or 8 is supported"),
         (_gptq(4, checkpoint_format="marlin"), "checkpoint_format = 'marlin'; known: gptq, gptq_v2"),
         (_gptq(4, dynamic={"+:.*down.*": {"bits": 8}}), "settings of single modules in 'dynamic'"),
+        (_gptq(4, dynamic=5), "has dynamic = 5, which is not an object"),
         ({**AWQ, "version": "gemv"}, "version = 'gemv'; did you mean 'gemm'"),
         ({**_fp8((128, 128)), "weight_block_size": [128]}, "weight_block_size = [128]; supported are two sizes"),
         (_ct("marlin-24", 4), "format = 'marlin-24'"),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.errors import CheckpointError
-from jaxscale.interop.fields import Fields
+from jaxscale.interop.fields import Fields, short
 from jaxscale.interop.stored.bits import pack, unpack, words_of
 from jaxscale.interop.stored.layout import (
     Arrays,
@@ -53,7 +53,10 @@ class GPTQLayout(QuantisedLayout):
         self.group = group_size(config)
         name = "checkpoint_format" if config.values.get("checkpoint_format") is not None else "format"
         self.add = 0 if config.only(name, "gptq", "gptq_v2") == "gptq_v2" else 1
-        if any(not str(rule).startswith("-:") for rule in config.get("dynamic", None) or {}):
+        dynamic = config.get("dynamic", None) or {}
+        if not isinstance(dynamic, dict):
+            raise CheckpointError(f"{config.what} has dynamic = {short(dynamic)}, which is not an object")
+        if any(not str(rule).startswith("-:") for rule in dynamic):
             raise CheckpointError(
                 f"{config.what} has settings of single modules in 'dynamic'; supported are the same bits everywhere, "
                 "and modules that are not quantised"

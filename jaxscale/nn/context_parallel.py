@@ -46,7 +46,7 @@ class ContextParallel:
 
     Args:
       zigzag: shard the sequence so that with a causal mask every device has the same work; its length must then be a
-        multiple of twice the ring.
+        multiple of twice the devices.
       deterministic: see `pallas_kernels.flash_attention.flash_attention`.
       implementation: see `pallas_kernels.flash_attention.flash_attention`.
     """
@@ -68,7 +68,7 @@ class ContextParallel:
         if ring is None or self._each(ring) == 1:
             return None
         self._check_length(seq_len, ring)
-        return zigzag(seq_len, ring.size)
+        return zigzag(seq_len, ring.size * ring.inner)
 
     def __call__(
         self,
@@ -137,7 +137,7 @@ class ContextParallel:
     def unit(self) -> int:
         """See `ContextKernel`."""
         ring = self._ring()
-        return 1 if ring is None else math.lcm(ring.size * ring.inner, ring.size * self._each(ring))
+        return 1 if ring is None else ring.size * ring.inner * self._each(ring)
 
     def check(self, seq_len: int, heads: int, kv_heads: int) -> None:
         """See `CheckedKernel`: the devices must divide the sequence and the heads."""
@@ -170,7 +170,7 @@ class RingAttention(ContextParallel):
 
     Args:
       zigzag: shard the sequence so that with a causal mask every device has the same work; its length must then be a
-        multiple of twice the ring.
+        multiple of twice the devices.
       deterministic: see `pallas_kernels.flash_attention.flash_attention`.
       implementation: see `pallas_kernels.flash_attention.flash_attention`.
     """

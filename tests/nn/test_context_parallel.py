@@ -143,7 +143,7 @@ def test_gin_chooses_it_with_its_options():
     [
         (RingAttention(), "context=4", (20, 4, 2), ("sequence of 20", "multiple of 8", "16 or 24", "zigzag=False")),
         (RingAttention(zigzag=False), "context=4", (18, 4, 2), ("sequence of 18", "multiple of 4", "16 or 20")),
-        (UlyssesAttention(ring=2), "context=4", (6, 4, 2), ("sequence of 6", "multiple of 4", "4 or 8")),
+        (UlyssesAttention(ring=2), "context=4", (12, 4, 2), ("sequence of 12", "multiple of 8", "8 or 16")),
         (UlyssesAttention(), "context=2,tensor=2", (16, 4, 2), ("4 heads and 2 key heads", "tensor=2 and 2", "ring=2")),
         (UlyssesAttention(), "context=4", (16, 4, 2), ("4 heads and 2 key heads", "ring=2", "all-to-all of 2")),
         (UlyssesAttention(ring=3), "context=4", (16, 4, 2), ("ring = 3", "4 devices of context", "is 2")),
@@ -155,6 +155,12 @@ def test_what_does_not_divide_is_refused(attend, mesh, shapes, words):
     q, k = jnp.ones((2, s, h, 8)), jnp.ones((2, s, kv, 8))
     with Layout(mesh), raises_saying(LayoutError, type(attend).__name__, *words):
         jax.eval_shape(attend, q, k, k)
+
+
+@pytest.mark.parametrize("attend", [RingAttention(), TokenRingAttention(), GatherAttention(), UlyssesAttention(ring=2)])
+def test_the_order_is_zigzag_over_all_devices_as_recurrences_read_it(attend):
+    with Layout("context=4"):
+        np.testing.assert_array_equal(attend.order(16), zigzag(16, 4))
 
 
 def test_a_sequence_that_does_not_divide_is_refused_by_the_model():

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -28,7 +29,8 @@ def ulysses_attention(
 ) -> Any:
     """Attention of a device's queries to the keys of all devices, inside `shard_map`.
 
-    The `ring.inner` neighbours of a group have consecutive parts of the sequence shard of one place in the ring.
+    The `ring.inner` neighbours of a group have consecutive parts of the sequence shard of one place in the ring; with
+    two chunks a device, those of zigzag order over all devices, so that recurrences can read it, too.
 
     Args:
       q: this device's queries; the number of heads is a multiple of `ring.inner`.
@@ -41,16 +43,30 @@ def ulysses_attention(
     groups = [[i * ring.inner + j for j in range(ring.inner)] for i in range(ring.size)]
     whole = None if ring.size == 1 else groups
 
+    def chunks(x: Array) -> Array:
+        """From the parts of each neighbour, an early and a late one, to the two chunks of the group."""
+        if attend.each == 1:
+            return x
+        each = x.reshape(x.shape[0], ring.inner, 2, -1, *x.shape[2:])
+        return jnp.stack([each[:, :, 0], each[:, ::-1, 1]], axis=1).reshape(x.shape)
+
+    def parts(x: Array) -> Array:
+        """Undo `chunks`."""
+        if attend.each == 1:
+            return x
+        two = x.reshape(x.shape[0], 2, ring.inner, -1, *x.shape[2:])
+        return jnp.stack([two[:, 0], two[:, 1, ::-1]], axis=2).reshape(x.shape)
+
     def together(x: Array) -> Array:
-        return lax.all_to_all(x, ring.axes, split_axis=2, concat_axis=1, tiled=True, axis_index_groups=whole)
+        return chunks(lax.all_to_all(x, ring.axes, split_axis=2, concat_axis=1, tiled=True, axis_index_groups=whole))
 
     def gathered(x: Array | None) -> Array | None:
-        return None if x is None else lax.all_gather(x, ring.axes, axis=1, tiled=True, axis_index_groups=whole)
+        return None if x is None else chunks(lax.all_gather(x, ring.axes, axis=1, tiled=True, axis_index_groups=whole))
 
     tokens = Tokens(gathered(tokens.segments), gathered(tokens.positions))
     out = ring_attention(together(q), together(k), together(v), tokens, ring, attend)
 
     def apart(x: Array) -> Array:
-        return lax.all_to_all(x, ring.axes, split_axis=1, concat_axis=2, tiled=True, axis_index_groups=whole)
+        return lax.all_to_all(parts(x), ring.axes, split_axis=1, concat_axis=2, tiled=True, axis_index_groups=whole)
 
     return jax.tree.map(apart, out)

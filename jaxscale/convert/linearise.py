@@ -55,6 +55,11 @@ def linearise(
         raise ConfigError(
             f"{run.place} has {type(layers).__name__}, and Lizard takes the place of MultiHead(); name another run"
         )
+    if all(spec.mixer is not None for spec in model.blocks) and model.blocks:
+        raise ConfigError(
+            f"every block of {run.place} names its own mixer, so that none has Transformer.attention_layer, in whose "
+            "place Lizard comes; leave out Block.mixer where it is MultiHead()"
+        )
     if config.stored is not None:
         raise ConfigError(
             f"{run.place} stores its matrices as {config.stored.describe()}; write plain arrays first, with jaxscale "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,8 @@ from jaxscale.errors import DataError
 
 EXTRA = 4
 """Ids after those of the corpus: [MASK], [gMASK], [sop] (start of a span) and [eop] (its end)."""
+
+_LEAST = 4  # tokens of a row's text
 
 
 @register(name="infilled")
@@ -35,7 +38,7 @@ class Infilled:
     Args:
       data: the corpus.
       short: share of the rows with short spans, 0.3 in GLM-130B.
-      rate: share of a row's text that short spans cut out.
+      rate: share of a row's text that short spans cut out, below half of `mean`.
       mean: mean length of short spans.
       seed: of the spans; those of a row depend on it and the row's number alone.
 
@@ -58,6 +61,11 @@ class Infilled:
             raise DataError(f"infilled.rate = {self.rate!r}: must be above 0 and below 1")
         if not self.mean >= 1:
             raise DataError(f"infilled.mean = {self.mean!r}: must be at least 1 token")
+        if not self.rate < self.mean / 2:
+            raise DataError(
+                f"infilled.rate = {self.rate!r}: must be below half of infilled.mean = {self.mean!r}, since each span "
+                "has two tokens of its own in a row"
+            )
 
     @property
     def name(self) -> str:
@@ -83,13 +91,17 @@ class Infilled:
                 f"infilled cuts its rows from the concatenation of documents; set train.packing = 'stream', not "
                 f"'{packing}'"
             )
-        spans = max(1, round(self.rate * seq_len / self.mean))
-        if seq_len - 2 * spans < 4:
-            raise DataError(f"infilled needs rows of more than {seq_len} tokens; set train.seq_len = {2 * spans + 4}")
+        spans = self._spans(seq_len)
+        if seq_len - 2 * spans < _LEAST:
+            enough = next(n for n in itertools.count(seq_len) if n - 2 * self._spans(n) >= _LEAST)
+            raise DataError(f"infilled needs rows of more than {seq_len} tokens; set train.seq_len = {enough}")
         inner = self.data.source(tokenizer, seq_len=seq_len - 2 * spans, split=split, packing=packing, cache=cache)
         if isinstance(inner, Ordered):
             raise DataError(f"'{inner.name}' orders its rows itself; infill the corpora that it consists of")
         return InfilledRows(inner, self, seq_len, spans)
+
+    def _spans(self, seq_len: int) -> int:
+        return max(1, round(self.rate * seq_len / self.mean))
 
     def token_ids(self, tokenizer: Tokenizer | None) -> int | None:
         """Return the corpus's number of ids and 4 more, if it has a method `token_ids`.

@@ -110,7 +110,8 @@ class Transformer(nnx.Module):
         Args:
           tokens: ids, integer.
           positions: position of each token in its document; counted from the start of the row by default.
-          segment_ids: document of each token within the row (packing), in the order of their positions; 0 is padding.
+          segment_ids: document of each token within the row (packing); its tokens are in the order of their positions,
+            without gaps. 0 is padding.
           mask_positions: what the causal mask compares in place of `positions`: tokens with one number attend to each
             other (see `jaxscale.step.BlankInfilling`); each row is then one document.
           key: random key for dropout; `None` in evaluation.

@@ -153,6 +153,12 @@ def test_what_does_not_fit_is_said():
     for setting, words in (({"short": 2}, "short = 2"), ({"rate": 1.0}, "rate = 1.0"), ({"mean": 0}, "mean = 0")):
         with raises_saying(DataError, words):
             infilled(Texts(), **setting)
+    dense = infilled(synthetic(32), rate=0.9, mean=2)
+    with raises_saying(DataError, "train.seq_len = 32"):
+        dense.source(None, seq_len=20, split="train")
+    assert dense.source(None, seq_len=32, split="train").seq_len == 32
+    with raises_saying(DataError, "infilled.rate = 0.9", "below half of infilled.mean"):
+        infilled(Texts(), rate=0.9, mean=1)
     with raises_saying(DataError, "must be a corpus"):
         infilled(3)
     with raises_saying(ConfigError, "which a window does not", "no windows"):

@@ -101,7 +101,7 @@ class CompressedTensors(QuantisedLayout):
             raise misfit(name, entries)
         rows, columns = codes.shape
         groups = scale.shape[1] if len(scale.shape) == 2 and scale.shape[0] == rows else 0
-        types = SCALES
+        types: tuple[str, ...] = SCALES
         if "shape" in entries:
             columns = int(small("shape").reshape(-1)[-1]) if entries["shape"].shape == (2,) else 0
             fits = codes.dtype == "I32" and codes.shape[1] == words_of(columns, self._bits(name)) > 0
@@ -297,8 +297,9 @@ class CompressedTensors(QuantisedLayout):
         """Check that the scales of a weight are as many as quantization_config says."""
         scheme = self._scheme(name)
         size = scheme.get("group_size")
-        grouped = scheme.get("strategy") in ("group", "tensor_group") and reading.is_whole(size, 1)
-        if grouped and groups and groups != -(-columns // size):
+        if scheme.get("strategy") not in ("group", "tensor_group") or not isinstance(size, int) or size < 1:
+            return
+        if groups and groups != -(-columns // size):
             raise CheckpointError(
                 f"{name} has {groups} scales for the {columns} inputs of an output, and config_groups in "
                 f"quantization_config says group_size = {size}, which makes {-(-columns // size)}"

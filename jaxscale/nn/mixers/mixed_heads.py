@@ -126,8 +126,7 @@ class MixedAttention(nnx.Module):
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         with jax.named_scope("mix"):
             if not isinstance(context.cache, LayerCache):
-                tokens: dict[str, Any] = dict(segment_ids=context.segment_ids, positions=context.positions)
-                return self.kernel(q, k, v, causal=True, **tokens, **options)
+                return self.kernel(q, k, v, causal=True, **context.tokens(), **options)
             if isinstance(self.decode_state, KeysAndState):
                 return self.decode_state.mix(context.cache, q, k, v, **options)[0]
             out: Array = context.cache.mix(q, k, v, **options)

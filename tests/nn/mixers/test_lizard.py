@@ -13,8 +13,17 @@ from flax import nnx
 import jaxscale as js
 from jaxscale.convert.linearise import linearise
 from jaxscale.errors import ConfigError
-from jaxscale.models import TransformerConfig
-from jaxscale.nn import Bidirectional, Context, GatedMultiHead, Lizard, Rotary, SigmoidAttention, dot_product_attention
+from jaxscale.models import BlockConfig, TransformerConfig
+from jaxscale.nn import (
+    Bidirectional,
+    Context,
+    GatedMultiHead,
+    Lizard,
+    MultiHead,
+    Rotary,
+    SigmoidAttention,
+    dot_product_attention,
+)
 from jaxscale.step import TrainConfig
 from jaxscale.testing import check_mixer
 from tests.truth import numpy_transformer as truth
@@ -114,3 +123,6 @@ def test_what_does_not_fit_is_said(tmp_path):
     gated = TrainConfig(model=dataclasses.replace(MODEL, attention_layer=GatedMultiHead()))
     with raises_saying(ConfigError, "GatedMultiHead", "place of MultiHead()"):
         linearise(js.Run(tmp_path, gated), tmp_path / "new")
+    named = TrainConfig(model=dataclasses.replace(MODEL, blocks=(BlockConfig(mixer=MultiHead()),)))
+    with raises_saying(ConfigError, "names its own mixer", "leave out Block.mixer"):
+        linearise(js.Run(tmp_path, named), tmp_path / "new")

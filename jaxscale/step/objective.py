@@ -211,6 +211,9 @@ class NextToken(Objective):
     staged: ClassVar[bool] = True
     in_formulas: ClassVar[bool] = True
     unit: ClassVar[str] = "nats per token"
+    advice: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"segment_ids": "set train.objective = @BlankInfilling() for rows of @infilled(), else train.segments = False"}
+    )
     both_ways: ClassVar[bool] = False
     """Whether tokens may attend to later tokens."""
     loss: Loss = AutoLoss()

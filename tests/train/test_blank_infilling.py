@@ -146,6 +146,10 @@ def test_what_does_not_fit_is_said():
     plain = TrainConfig(model=TransformerConfig(vocab=261), layout=None, objective=BlankInfilling(), seq_len=64)
     with raises_saying(DataError, "'mask_positions'", "train.data = @infilled()"):
         js.step.prepare(dataclasses.replace(plain, data=synthetic(256), model=TransformerConfig(vocab=512)))
+    rows = dataclasses.replace(plain, data=infilled(synthetic(32)), objective=js.step.NextToken())
+    with raises_saying(DataError, "'segment_ids'", "train.objective = @BlankInfilling()", "train.segments = False"):
+        js.step.prepare(rows)
+    js.step.prepare(dataclasses.replace(rows, segments=False))
     with raises_saying(DataError, "train.packing = 'stream'", "'fit'"):
         infilled(python_stdlib()).source(ByteTokenizer(), seq_len=64, split="train", packing="fit")
     with raises_saying(DataError, "train.seq_len = 6"):

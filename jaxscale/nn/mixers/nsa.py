@@ -172,11 +172,11 @@ class NSA(Mixer):
     kv_heads: int | None = None
 
     def __post_init__(self) -> None:
-        check_whole(self, "block", "selected", "window", optional=("heads", "kv_heads"))
-        if self.selected < 3:
+        check_whole(self, "block", "window", optional=("heads", "kv_heads"))
+        if isinstance(self.selected, bool) or not isinstance(self.selected, int) or self.selected < 3:
             raise ConfigError(
-                f"NSA.selected = {self.selected}: a query always selects its document's first block, its own and the "
-                "one before; make it at least 3"
+                f"NSA.selected = {self.selected!r}: a query always selects its document's first block, its own and the "
+                "one before; make it a whole number of at least 3"
             )
 
     def check(self, config: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from pathlib import Path
 
@@ -40,7 +41,9 @@ def local_folder(source: str | Path, revision: str | None = None) -> Path:
     if path.exists():
         raise CheckpointError(f"{path} is a file; name its folder, which has a config.json")
     if not isinstance(source, str) or not _NAME.fullmatch(source):
-        raise CheckpointError(f"there is no folder {path}, and it is not a name on the Hub, such as Qwen/Qwen3-0.6B")
+        raise CheckpointError(
+            f"there is no folder {path}, and it is not a name on the Hub, such as Qwen/Qwen3-0.6B{_near(path)}"
+        )
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -54,7 +57,15 @@ def local_folder(source: str | Path, revision: str | None = None) -> Path:
         first = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise CheckpointError(
             f"there is no folder {path}, and '{source}' could not be downloaded from the Hugging Face Hub: {first}"
+            f"{_near(path)}"
         ) from None
+
+
+def _near(path: Path) -> str:
+    """Return the end of a message: the folder beside a missing one whose name is nearest, if one is near."""
+    beside = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, beside, 1)
+    return f"; did you mean {path.parent / close[0]}?" if close else ""
 
 
 def _from_bucket(url: str) -> Path:

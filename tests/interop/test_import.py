@@ -304,5 +304,9 @@ def test_a_name_that_cannot_be_had_is_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(CheckpointError, match="could not be downloaded from the Hugging Face Hub"):
         import_checkpoint("nobody/nothing-0b", tmp_path / "run")
-    with pytest.raises(CheckpointError, match="it is not a name on the Hub"):
+    with pytest.raises(CheckpointError, match=r"it is not a name on the Hub, such as Qwen/Qwen3-0\.6B$"):
         import_checkpoint(tmp_path / "nowhere", tmp_path / "run")
+    (tmp_path / "models" / "nemotron").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="; did you mean models/nemotron\\?$"):
+        import_checkpoint("models/nemotrn", tmp_path / "run")

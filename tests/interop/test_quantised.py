@@ -108,6 +108,12 @@ def test_a_matrix_has_the_values_that_were_packed(tmp_path, name):
     assert abs(values - _matrix()).max() < 0.5  # the packer did not lose the matrix
 
 
+def test_a_weight_that_is_there_plain_as_well_is_refused(tmp_path):
+    made = {f"a{end}": tensor for end, tensor in packed.signed(_matrix(), 4, 16)[0].items()}
+    with pytest.raises(CheckpointError, match="a.weight is there twice, as it is and as a.weight_packed; remove one"):
+        _decoded(_write(tmp_path, {**made, "a.weight": np.ones((40, 64), np.float32)}, _ct("pack-quantized", 4)))
+
+
 def test_experts_of_mxfp4_have_the_values_that_were_packed(tmp_path):
     parts, values = packed.mxfp4(np.random.default_rng(0).standard_normal((3, 8, 64)))
     made = {f"experts.gate_up_proj{end}": tensor for end, tensor in parts.items()}

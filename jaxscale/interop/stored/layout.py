@@ -229,7 +229,7 @@ class Decoded(Tensors):
       layout: their layout.
 
     Raises:
-      CheckpointError: the tensors of a weight do not fit together.
+      CheckpointError: the tensors of a weight do not fit together, or there is a plain one as well.
     """
 
     def __init__(self, tensors: Tensors, layout: QuantisedLayout):
@@ -237,6 +237,11 @@ class Decoded(Tensors):
         self._tensors, self._lock = tensors, threading.RLock()
         self._parts = parts_of(tensors, layout)
         used = {n for roles in self._parts.values() for n in roles.values()}
+        for name, roles in self._parts.items():
+            if name in tensors and name not in used:
+                raise CheckpointError(
+                    f"{name} is there twice, as it is and as {next(iter(roles.values()))}; remove one"
+                )
         self.dropped = [n for n in tensors if n not in used and n.endswith(layout.dropped)]
         self._entries = {n: t for n, t in tensors.items() if n not in used.union(self.dropped)}
         for name, roles in self._parts.items():

@@ -53,12 +53,12 @@ def linearise(
     if not isinstance(model, TransformerConfig) or type(model.attention_layer) is not MultiHead:
         layers = model.attention_layer if isinstance(model, TransformerConfig) else model
         raise ConfigError(
-            f"{run.place} has {type(layers).__name__}, and Lizard takes the place of MultiHead(); name another run"
+            f"{run.place} has {type(layers).__name__}, and Lizard replaces MultiHead() only; name another run"
         )
-    if all(spec.mixer is not None for spec in model.blocks) and model.blocks:
+    if model.blocks and all(block.mixer is not None for block in model.blocks):
         raise ConfigError(
-            f"every block of {run.place} names its own mixer, so that none has Transformer.attention_layer, in whose "
-            "place Lizard comes; leave out Block.mixer where it is MultiHead()"
+            f"every block of {run.place} sets Block.mixer, and Lizard replaces Transformer.attention_layer; leave out "
+            "Block.mixer where it is MultiHead()"
         )
     if config.stored is not None:
         raise ConfigError(

@@ -155,11 +155,11 @@ class Transformer(nnx.Module):
         Args:
           hidden: the result of `hidden`, in the columns' order that `arranged` names.
           tokens: for each depth k from 1 the ids of token i + k at position i.
-          positions: as of `hidden_and_stats`, as are all others.
-          segment_ids: as there.
-          key: as there.
-          rows: as there.
-          arranged: as there.
+          positions: see `hidden_and_stats`.
+          segment_ids: see `hidden_and_stats`.
+          key: see `hidden_and_stats`.
+          rows: see `hidden_and_stats`.
+          arranged: see `hidden_and_stats`.
         """
         order = self.order(hidden.shape[1])
         each: Any = (hidden, tuple(tokens), positions, segment_ids)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from jaxscale.errors import ConfigError, LayoutError, near
+from jaxscale.errors import ConfigError, LayoutError, check_whole, near
 from jaxscale.layout import Layout, current
 from jaxscale.models.block_config import BlockConfig
 from jaxscale.nn import (
@@ -167,8 +167,7 @@ def check_transformer(c: TransformerConfig) -> None:
 
 
 def _check_multi_token(c: TransformerConfig) -> None:
-    if isinstance(c.multi_token, bool) or not isinstance(c.multi_token, int) or c.multi_token < 0:
-        raise ConfigError(f"Transformer.multi_token = {c.multi_token!r}: must be a whole number of modules, 0 for none")
+    check_whole("Transformer.multi_token", c.multi_token, 0)
     if not c.multi_token:
         return
     if c.soft_prompt:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from flax import nnx
 
+from jaxscale import errors
 from jaxscale.errors import ConfigError
 
 MADE_WITH = (
@@ -99,11 +100,7 @@ def check_whole(part: object, *names: str, optional: tuple[str, ...] = ()) -> No
       ConfigError: one is not.
     """
     for name in (*names, *optional):
-        value = getattr(part, name)
-        whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        if not whole and (name not in optional or value is not None):
-            kind = "None or a whole number" if name in optional else "a whole number"
-            raise ConfigError(f"{type(part).__name__}.{name} = {value!r}: must be {kind} of at least 1")
+        errors.check_whole(f"{type(part).__name__}.{name}", getattr(part, name), optional=name in optional)
 
 
 def check_causal(mixer: Mixer, config: Any) -> None:

@@ -133,8 +133,8 @@ def _by_documents(ids: jax.Array | None, x: jax.Array, add: Callable[[Callable[.
 
 def _all(facts: Facts, implementation: str | None, x: jax.Array, kernel: Pair, ids: jax.Array | None) -> jax.Array:
     case = {"facts": facts, "direction": "convolve"}
-    run = lambda y: dispatch("fftconv", IMPLEMENTATIONS, (y, *kernel), case, implementation)  # noqa: E731
-    result: jax.Array = _by_documents(ids, x, lambda mask: mask(run(mask(x))))
+    run = partial(dispatch, "fftconv", IMPLEMENTATIONS, case=case, implementation=implementation)
+    result: jax.Array = _by_documents(ids, x, lambda mask: mask(run((mask(x), *kernel))))
     return result
 
 
@@ -151,8 +151,8 @@ def _convolve_backward(facts: Facts, implementation: str | None, saved: Any, dy:
     x, (re, im), ids = saved
     dx = _all(facts, implementation, dy, (re, -im), ids)
     case = {"facts": facts, "direction": "spectrum"}
-    run = lambda *a: dispatch("fftconv", IMPLEMENTATIONS, a, case, implementation)  # noqa: E731
-    dkernel = _by_documents(ids, x, lambda mask: run(mask(x), mask(dy)))
+    run = partial(dispatch, "fftconv", IMPLEMENTATIONS, case=case, implementation=implementation)
+    dkernel = _by_documents(ids, x, lambda mask: run((mask(x), mask(dy))))
     return dx, dkernel, None if ids is None else np.zeros(ids.shape, jax.dtypes.float0)
 
 

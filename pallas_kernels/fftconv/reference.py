@@ -19,5 +19,5 @@ def convolve(x: jax.Array, kernel: jax.Array, facts: Facts) -> jax.Array:
     (n1, n2), (a, b) = facts.factors, facts.keep
     k = jnp.arange(n1 * n2)
     mask = ((k % n1 < a) & (k // n1 < b))[:, None]
-    of = lambda y: jnp.fft.fft(y.astype(jnp.float32), n1 * n2, axis=-2)  # noqa: E731
-    return jnp.fft.ifft(of(x) * of(kernel) * mask, axis=-2).real[:, : x.shape[1]].astype(x.dtype)
+    of_x, of_kernel = (jnp.fft.fft(y.astype(jnp.float32), n1 * n2, axis=-2) for y in (x, kernel))
+    return jnp.fft.ifft(of_x * of_kernel * mask, axis=-2).real[:, : x.shape[1]].astype(x.dtype)

@@ -108,9 +108,9 @@ def test_a_matrix_has_the_values_that_were_packed(tmp_path, name):
     assert abs(values - _matrix()).max() < 0.5  # the packer did not lose the matrix
 
 
-def test_a_weight_that_is_there_plain_as_well_is_refused(tmp_path):
+def test_a_weight_both_plain_and_quantised_is_refused(tmp_path):
     made = {f"a{end}": tensor for end, tensor in packed.signed(_matrix(), 4, 16)[0].items()}
-    with pytest.raises(CheckpointError, match="a.weight is there twice, as it is and as a.weight_packed; remove one"):
+    with pytest.raises(CheckpointError, match="a.weight is in the folder twice, plain and quantised as a"):
         _decoded(_write(tmp_path, {**made, "a.weight": np.ones((40, 64), np.float32)}, _ct("pack-quantized", 4)))
 
 

@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_said():
         TrainConfig(model=plain, objective=NextTokens())
     with raises_saying(ConfigError, "NextTokens.weight = 0", "above 0"):
         NextTokens(weight=0)
-    with raises_saying(ConfigError, "multi_token = -1", "0 for none"):
+    with raises_saying(ConfigError, "multi_token = -1", "at least 0"):
         dataclasses.replace(MODEL, multi_token=-1)
     with raises_saying(ConfigError, "in both directions", "multi_token = 0"):
         dataclasses.replace(MODEL, attention=Bidirectional())

@@ -239,9 +239,8 @@ class Decoded(Tensors):
         used = {n for roles in self._parts.values() for n in roles.values()}
         for name, roles in self._parts.items():
             if name in tensors and name not in used:
-                raise CheckpointError(
-                    f"{name} is there twice, as it is and as {next(iter(roles.values()))}; remove one"
-                )
+                codes = next(iter(roles.values()))
+                raise CheckpointError(f"{name} is in the folder twice, plain and quantised as {codes}; remove one")
         self.dropped = [n for n in tensors if n not in used and n.endswith(layout.dropped)]
         self._entries = {n: t for n, t in tensors.items() if n not in used.union(self.dropped)}
         for name, roles in self._parts.items():

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxscale import errors
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.layout import constrain, in_use, named
@@ -173,8 +174,7 @@ class MixedHeads(Mixer):
 
     def __post_init__(self) -> None:
         n = self.softmax_heads
-        if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 0):
-            raise ConfigError(f"MixedHeads.softmax_heads = {n!r}: must be None or a whole number of at least 0")
+        errors.check_whole("MixedHeads.softmax_heads", n, 0, optional=True)
         if self.by not in ("head", "layer"):
             raise ConfigError(f"MixedHeads.by = {self.by!r}: must be 'head' or 'layer'")
         if n is not None and self.by != "head":
@@ -188,7 +188,7 @@ class MixedHeads(Mixer):
         heads = self.heads or config.sizes.heads
         if (self.softmax_heads or 0) > heads:
             raise ConfigError(
-                f"MixedHeads.softmax_heads = {self.softmax_heads}: it has {heads} heads; use at most that"
+                f"MixedHeads.softmax_heads = {self.softmax_heads}: the layer has {heads} heads; use at most {heads}"
             )
 
     def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:
@@ -240,7 +240,7 @@ def harden(choices: Float[np.ndarray, "l n"], heads: int, budget: int) -> tuple[
     if not 0 <= budget <= layers * heads or budget % each:
         nearest = min(max(round(budget / each), 0), layers * of) * each
         raise ConfigError(
-            f"budget = {budget}: {layers} layers of {heads} heads are given softmax attention {each} at a time; the "
+            f"budget = {budget}: a search adds {each} softmax heads at a time to {layers} layers of {heads}; the "
             f"nearest budget is {nearest}"
         )
     order = np.argsort(-np.ravel(choices), kind="stable")[: budget // each]

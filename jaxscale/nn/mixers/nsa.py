@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxscale import errors
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.layout import constrain, in_use, named
@@ -173,11 +174,7 @@ class NSA(Mixer):
 
     def __post_init__(self) -> None:
         check_whole(self, "block", "window", optional=("heads", "kv_heads"))
-        if isinstance(self.selected, bool) or not isinstance(self.selected, int) or self.selected < 3:
-            raise ConfigError(
-                f"NSA.selected = {self.selected!r}: a query always selects its document's first block, its own and the "
-                "one before; make it a whole number of at least 3"
-            )
+        errors.check_whole("NSA.selected", self.selected, 3)  # three blocks are always selected
 
     def check(self, config: Any) -> None:
         """See `Mixer`."""

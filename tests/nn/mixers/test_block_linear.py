@@ -96,5 +96,5 @@ def test_blocks_that_see_later_tokens_are_refused_in_a_causal_model():
     with pytest.raises(ConfigError, match="set Transformer.attention = @Bidirectional"):
         model()
     model(attention=Bidirectional())
-    with pytest.raises(ConfigError, match="BlockLinear.block = 0: must be None or a whole number of at least 1"):
+    with pytest.raises(ConfigError, match="BlockLinear.block = 0: must be a whole number of at least 1, or None"):
         BlockLinear(block=0)

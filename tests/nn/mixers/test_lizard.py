@@ -121,8 +121,8 @@ def test_what_does_not_fit_is_said(tmp_path):
     with raises_saying(ConfigError, "which Lizard does not"):
         TrainConfig(model=dataclasses.replace(MODEL, attention_layer=Lizard()), objective=js.step.BlankInfilling())
     gated = TrainConfig(model=dataclasses.replace(MODEL, attention_layer=GatedMultiHead()))
-    with raises_saying(ConfigError, "GatedMultiHead", "place of MultiHead()"):
+    with raises_saying(ConfigError, "GatedMultiHead", "replaces MultiHead() only"):
         linearise(js.Run(tmp_path, gated), tmp_path / "new")
     named = TrainConfig(model=dataclasses.replace(MODEL, blocks=(BlockConfig(mixer=MultiHead()),)))
-    with raises_saying(ConfigError, "names its own mixer", "leave out Block.mixer"):
+    with raises_saying(ConfigError, "sets Block.mixer", "leave out Block.mixer"):
         linearise(js.Run(tmp_path, named), tmp_path / "new")

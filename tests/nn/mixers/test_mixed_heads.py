@@ -71,7 +71,7 @@ def test_a_budget_goes_to_the_largest_mixes():
     by_head = np.array([[0.1, -1.0, 0.3], [0.2, 2.0, -0.5]])
     assert harden(by_head, 3, 3) == (MixedHeads(1), MixedHeads(2))
     assert harden(np.array([[0.1], [0.2]]), 3, 3) == (MixedHeads(0), MixedHeads(3))
-    with pytest.raises(ConfigError, match="budget = 4: 2 layers of 3 heads .* 3 at a time; the nearest budget is 3"):
+    with pytest.raises(ConfigError, match="budget = 4: .* adds 3 softmax heads at a time to 2 layers of 3; the nearest budget is 3"):
         harden(np.array([[0.1], [0.2]]), 3, 4)
     with pytest.raises(ConfigError, match="the nearest budget is 6"):
         harden(by_head, 3, 7)
@@ -79,11 +79,11 @@ def test_a_budget_goes_to_the_largest_mixes():
 
 
 def test_what_it_cannot_do_is_refused():
-    with pytest.raises(ConfigError, match="MixedHeads.softmax_heads = 5: it has 4 heads; use at most that"):
+    with pytest.raises(ConfigError, match="MixedHeads.softmax_heads = 5: the layer has 4 heads; use at most 4"):
         TransformerConfig(width=16, heads=4, blocks=(BlockConfig(MixedHeads(5)),)).validate()
     with pytest.raises(ConfigError, match=r"by = 'layer' has no effect with softmax_heads = 2"):
         MixedHeads(2, by="layer")
     with pytest.raises(ConfigError, match=r"by = 'row': must be 'head' or 'layer'"):
         MixedHeads(by="row")
-    with pytest.raises(ConfigError, match=r"softmax_heads = -1: must be None or a whole number of at least 0"):
+    with pytest.raises(ConfigError, match=r"softmax_heads = -1: must be a whole number of at least 0, or None"):
         MixedHeads(-1)

@@ -80,7 +80,7 @@ def test_a_quantised_run_predicts_what_its_recipe_made(base, tmp_path, recipe):
 
 def test_a_kill_between_layers_or_while_writing_gives_the_same_bytes(base, tmp_path, monkeypatch):
     whole = quantize(base, tmp_path / "whole", GPTQ(3, 8), **OPTIONS)
-    write, rounded = module._Work.write, []
+    write, rounded = module.FinishedLayers.write, []
 
     def killed(self, run, repeat, params):
         if rounded:
@@ -88,7 +88,7 @@ def test_a_kill_between_layers_or_while_writing_gives_the_same_bytes(base, tmp_p
         rounded.append(repeat)
         write(self, run, repeat, params)
 
-    monkeypatch.setattr(module._Work, "write", killed)
+    monkeypatch.setattr(module.FinishedLayers, "write", killed)
     with pytest.raises(KeyboardInterrupt):
         quantize(base, tmp_path / "again", GPTQ(3, 8), **OPTIONS)
     monkeypatch.undo()

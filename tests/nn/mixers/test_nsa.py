@@ -13,13 +13,12 @@ from flax import nnx
 
 import jaxscale as js
 from jaxscale.errors import ConfigError
-from jaxscale.infer.cache import Paged, generating, init_cache
-from jaxscale.infer.forward import forward, one_per_batch_row
 from jaxscale.models import BlockConfig, TransformerConfig
 from jaxscale.nn import NSA, Context
 from jaxscale.parallel import block_sparse_attention as module
 from jaxscale.plan.flops import count
 from jaxscale.testing import check_mixer, compare_layouts
+from tests.truth.paged_texts import in_sharded_pages
 
 OPTIONS = dict(rotary=None, out_scale=1.0, dtype=jnp.float32, param_dtype=jnp.float32)
 SMALL = NSA(block=2, selected=4, window=3)
@@ -99,17 +98,7 @@ def test_sharded_pages_give_what_a_pass_over_the_whole_text_gives(numbers, atol)
     sizes = dict(depth=1, vocab=32, width=16, heads=4, kv_heads=2, head_dim=8, hidden=16)
     model = TransformerConfig(**sizes, blocks=(BlockConfig(SMALL),)).make(nnx.Rngs(0))
     tokens = np.random.default_rng(0).integers(0, 32, (1, 12), dtype=np.int32)
-    cache = Paged(page=4, numbers=numbers)
-    whole, got = jax.jit(model.hidden)(tokens), []
-    run = jax.jit(lambda tokens, step, states: forward(model, tokens, step, cache, states))
-    with generating(js.Layout("tensor=2,context=2")):
-        states = init_cache(model, cache, 1, 1, 16)
-        tables = np.array([[0, 2, 1, 3]], np.int32)  # entry i is a page of device i modulo 2, which has two
-        for first, n in ((0, 5), (5, 1), (6, 1), (7, 5)):
-            step = one_per_batch_row(jnp.array([first]), jnp.array([n]), n, jnp.asarray(tables))
-            hidden, states = run(tokens[:, first : first + n], step, states)
-            got.append(hidden)
-    np.testing.assert_allclose(np.concatenate(got, 1), whole, atol=atol)
+    np.testing.assert_allclose(in_sharded_pages(model, tokens, numbers), jax.jit(model.hidden)(tokens), atol=atol)
 
 
 @pytest.mark.long

@@ -53,6 +53,7 @@ b1: beta1 adamb1 adambeta1
 b2: beta2 adamb2 adambeta2
 eps: epsilon adameps adamepsilon
 depth: numlayers nlayers nlayer layers numhiddenlayers numdecoderlayers basenumdecoderlayers numblocks nblocks
+attention_layer: mixer sequencemixer tokenmixer mixertype attentiontype
 heads: numheads nheads nhead numattentionheads numqueryheads basenumqueryheads
 kv_heads: numkvheads nkvheads numkeyvalueheads basenumkvheads numquerygroups
 width: hiddensize dmodel nembd baseembdim embdim embeddim embedsize embeddingsize modeldim dim hiddendim

@@ -71,7 +71,7 @@ def test_a_budget_goes_to_the_largest_mixes():
     by_head = np.array([[0.1, -1.0, 0.3], [0.2, 2.0, -0.5]])
     assert harden(by_head, 3, 3) == (MixedHeads(1), MixedHeads(2))
     assert harden(np.array([[0.1], [0.2]]), 3, 3) == (MixedHeads(0), MixedHeads(3))
-    with pytest.raises(ConfigError, match="budget = 4: .* adds 3 softmax heads at a time to 2 layers of 3; the nearest budget is 3"):
+    with pytest.raises(ConfigError, match="budget = 4: .* 3 softmax heads at a time .* the nearest budget is 3"):
         harden(np.array([[0.1], [0.2]]), 3, 4)
     with pytest.raises(ConfigError, match="the nearest budget is 6"):
         harden(by_head, 3, 7)

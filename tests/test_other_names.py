@@ -88,7 +88,8 @@ BINDINGS = {
     "Transformer.d_model": "width", "Transformer.intermediate_size": "hidden", "Transformer.n_embd": "width",
     "Transformer.num_attention_heads": "heads", "Transformer.tie_word_embeddings": "tied",
     "Transformer.num_experts": "MixtureOfExperts.experts", "Transformer.rope_theta": "Rotary.theta",
-    "Transformer.mixer": "attention_layer", "Transformer.remat": "memory", "AdamW.betas": "b1 or b2", "AdamW.wd": "weight_decay",
+    "Transformer.mixer": "attention_layer",
+    "Transformer.remat": "memory", "AdamW.betas": "b1 or b2", "AdamW.wd": "weight_decay",
     "optimizer.lr": "train.optimizer",
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A model whose layers share matrices as one of which each layer has its own."""
+"""Write a model with shared layers (`Transformer.shared`) as a model in which each layer has its own matrices."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def check_transformer(c: TransformerConfig) -> None:
         if getattr(rule.products, "sums", False) and rule.of_head:
             raise ConfigError(
                 f"{type(rule.products).__name__}.sums = True acts in layers named in Transformer.overlap, and the "
-                "output head is none; leave sums False in its rule"
+                "output head is not one of them; leave sums False in its rule"
             )
     if c.blocks:
         for name, plain in (("windows", (None,)), ("dense_mlp", SwiGLU), ("dense_layers", 0), ("mlp_every", 1)):
@@ -154,7 +154,7 @@ def check_transformer(c: TransformerConfig) -> None:
             raise ConfigError(f"Block.rotary = False has no effect with {why}; remove it")
     if not 0.0 < c.embed_gradient <= 1.0:
         raise ConfigError(
-            f"Transformer.embed_gradient = {c.embed_gradient}: must be above 0 and at most 1, which changes nothing"
+            f"Transformer.embed_gradient = {c.embed_gradient}: must be above 0 and at most 1 (1 changes nothing)"
         )
     if not 0.0 <= c.dropout < 1.0:
         raise ConfigError(f"Transformer.dropout = {c.dropout}: must be at least 0 and below 1")

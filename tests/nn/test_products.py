@@ -516,9 +516,9 @@ def test_sums_without_overlapped_layers_are_refused():
     ):
         TransformerConfig(**small, products=Int8(sums=True))
     describe_model(TransformerConfig(**small, products=Int8(sums=True), overlap=("attention", "mlp")))
-    with raises_saying(ConfigError, "mlp/down is none", "name its sub-layer in Transformer.overlap"):
+    with raises_saying(ConfigError, "mlp/down is not overlapped", "add its sub-layer to Transformer.overlap"):
         describe_model(TransformerConfig(**small, products=Int8(sums=True), overlap=("attention",)))
     rules = (ProductRule("mlp", Int8()), ProductRule("*", Int8(sums=True)))
     describe_model(TransformerConfig(**small, products=rules, overlap=("attention",)))
-    with raises_saying(ConfigError, "the output head is none", "leave sums False"):
+    with raises_saying(ConfigError, "the output head is not one of them", "leave sums False"):
         TransformerConfig(**small, products=ProductRule("head", Int8(sums=True)), overlap=("attention",))

@@ -205,9 +205,9 @@ def apply_products(model: nnx.Module, products: Products | tuple[ProductRule, ..
             layer.arithmetic = chosen.arithmetic(layer.dtype)
             if layer.arithmetic.sums is not None and path.rpartition("/")[0] not in overlapped:
                 raise ConfigError(
-                    f"{type(chosen).__name__}.sums = True acts in overlapped layers only, and {path} is none: name its "
-                    "sub-layer in Transformer.overlap ('attention' or 'mlp'; experts have none), or give it an earlier "
-                    "ProductRule with numbers without sums"
+                    f"{type(chosen).__name__}.sums = True acts in overlapped layers only, and {path} is not "
+                    "overlapped; add its sub-layer to Transformer.overlap ('attention' or 'mlp'; experts cannot be overlapped), or "
+                    "put a ProductRule for it, of numbers without sums, before this one"
                 )
 
 

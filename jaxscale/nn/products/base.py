@@ -206,8 +206,8 @@ def apply_products(model: nnx.Module, products: Products | tuple[ProductRule, ..
             if layer.arithmetic.sums is not None and path.rpartition("/")[0] not in overlapped:
                 raise ConfigError(
                     f"{type(chosen).__name__}.sums = True acts in overlapped layers only, and {path} is not "
-                    "overlapped; add its sub-layer to Transformer.overlap ('attention' or 'mlp'; experts cannot be overlapped), or "
-                    "put a ProductRule for it, of numbers without sums, before this one"
+                    "overlapped; add its sub-layer to Transformer.overlap ('attention' or 'mlp', not experts), or put "
+                    "a ProductRule for it, of numbers without sums, before this one"
                 )
 
 

@@ -27,10 +27,14 @@ TPUS = ("v5e", "v5p", "v6e", "tpu7x")
 """The TPU generations that every kernel compiles for."""
 
 
-def operations() -> tuple[str, ...]:
-    """Return the ops that have kernels: folders with a `gpu.py` or a `tpu.py`."""
+def operations(*backends: str) -> tuple[str, ...]:
+    """Return the ops that have kernels: folders with a `gpu.py` or a `tpu.py`.
+
+    Args:
+      backends: "gpu" or "tpu": only ops with a kernel for one of these; all by default.
+    """
     root = Path(__file__).parent
-    return tuple(sorted({p.parent.name for name in ("gpu.py", "tpu.py") for p in root.glob(f"*/{name}")}))
+    return tuple(sorted({p.parent.name for name in backends or ("gpu", "tpu") for p in root.glob(f"*/{name}.py")}))
 
 
 def configurations(op: str, backend: str) -> Iterator[Configuration]:
@@ -94,13 +98,14 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.jobs < 1:
         parser.error(f"--jobs {args.jobs}: must be at least 1")
-    unknown = set(args.op) - set(operations())
-    if unknown:
-        parser.error(f"'{min(unknown)}' has no kernels; these ops do: {', '.join(operations())}")
+    here = operations(args.backend)
+    if unknown := set(args.op) - set(here):
+        kernels = f"kernels for a {args.backend.upper()}"
+        parser.error(f"'{min(unknown)}' has no {kernels}; these ops do: {', '.join(here)}")
     if why := (why_no_gpu() if args.backend == "gpu" else why_no_tpu()):
         print(f"gate: {why}", file=sys.stderr)
         return 2
-    ops = tuple(args.op or operations())
+    ops = tuple(args.op or here)
     # spawn, not fork: a forked process would share this one's JAX runtime
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         started = [pool.submit(_gate, ops, args.backend, i, args.jobs) for i in range(args.jobs)]

@@ -29,7 +29,7 @@ def work(config: TrainConfig, target: Topology) -> Work:
 def work_unpadded(config: TrainConfig, target: Topology) -> Work:
     """Return the work of a step in which devices exchange experts' tokens without padding, as NCCL's all-to-all can.
 
-    On GPUs our own program pads the tokens of dropless experts to the worst case (`jaxscale.parallel.experts`).
+    On GPUs our own program pads the tokens of dropless experts to the worst case (`jaxscale.parallel.dispatch`).
     """
     result = work(config, target)
     experts = config.model.mlp  # type: ignore[attr-defined]

@@ -22,7 +22,8 @@ from jaxscale.nn.mlp import FeedForward, SwiGLU
 from jaxscale.nn.routers import Router, SoftmaxRouter
 from jaxscale.nn.stats import Stats
 from jaxscale.parallel import Arithmetic, Biases, Capacity, Choices, Slots, Weight, Weights, as_weight, expert_mlp
-from jaxscale.parallel.experts import DOWN, UP, check_groups
+from jaxscale.parallel.expert_products import DOWN, UP
+from jaxscale.parallel.experts import check_groups
 from jaxscale.signatures import check_method
 
 _UP_BIAS, _DOWN_BIAS = ("experts", "expert_mlp"), ("experts", "norm")

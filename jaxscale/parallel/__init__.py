@@ -5,9 +5,11 @@ from jaxscale.parallel.arithmetic import Arithmetic, Cast, Numbers
 from jaxscale.parallel.collective_matmul import gather_matmul, matmul_scatter, why_no_overlap
 from jaxscale.parallel.copies import average_copies, each_copy, mean_copy, why_no_copies, why_no_gathers
 from jaxscale.parallel.cross_entropy import sharded_cross_entropy
+from jaxscale.parallel.dispatch import Capacity, Choices, Slots, wire_rows
 from jaxscale.parallel.embedding import sharded_lookup
 from jaxscale.parallel.ends import logsumexp_over, share_over, sum_over
-from jaxscale.parallel.experts import Biases, Capacity, Choices, Slots, Weights, expert_mlp, wire_rows
+from jaxscale.parallel.expert_products import Biases, Weights
+from jaxscale.parallel.experts import expert_mlp
 from jaxscale.parallel.linear_attention import linear_attention
 from jaxscale.parallel.linear_scan import linear_scan
 from jaxscale.parallel.reductions import sharded_logsumexp

@@ -14,7 +14,8 @@ from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import Layout, Rules, abstract, constrain, preset
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import GELU, ClampedSwiGLU, ExpertChoiceRouter, MixtureOfExperts, SigmoidRouter, SoftmaxRouter
-from jaxscale.parallel.experts import Capacity, Choices, fill
+from jaxscale.parallel import Capacity, Choices
+from jaxscale.parallel.dispatch.routed import fill
 from tests.truth import numpy_experts as truth
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying

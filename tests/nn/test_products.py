@@ -19,7 +19,7 @@ from jaxscale.nn import MXFP8, Fp8, Int8, Linear, MemoryPolicy, MixtureOfExperts
 from jaxscale.nn.adapted import Adapted
 from jaxscale.nn.linear import into
 from jaxscale.nn.products import HeadWeight, head_arithmetic, layers_of
-from jaxscale.parallel import Arithmetic, experts
+from jaxscale.parallel import Arithmetic, Capacity, Choices, Weights, expert_mlp
 from jaxscale.parallel.collective_matmul import gather_matmul, matmul_scatter
 from jaxscale.parallel.scaled import INT32_TERMS, exponents, powers_of_two, rounded_at_random
 from jaxscale.parallel.seeds import random_products
@@ -188,7 +188,7 @@ def test_overlapped_layers_of_several_numbers_each_have_their_own():
     assert_leaves_agree(got, want)
 
 
-SLOTS = experts.Capacity(8, 8)
+SLOTS = Capacity(8, 8)
 
 
 @pytest.mark.parametrize(
@@ -209,8 +209,8 @@ def test_experts_on_a_layout_are_those_of_one_device(recipe, capacity):
     scale = rng.uniform(size=ids.shape).astype(np.float32)
 
     def loss(arithmetic, x, up, down):
-        routed, weights = experts.Choices(ids, scale), experts.Weights(None, up, down)
-        y = experts.expert_mlp(x, routed, weights, act=jax.nn.relu, arithmetic=arithmetic, capacity=capacity)
+        routed, weights = Choices(ids, scale), Weights(None, up, down)
+        y = expert_mlp(x, routed, weights, act=jax.nn.relu, arithmetic=arithmetic, capacity=capacity)
         return jnp.sum(jnp.square(y))
 
     gradients = functools.partial(jax.value_and_grad(loss, (1, 2, 3)), recipe.arithmetic("float32"))

@@ -12,7 +12,8 @@ from flax import nnx
 
 from jaxscale.layout import Layout, Rules, abstract, constrain, describe, shardings_of
 from jaxscale.nn import MixtureOfExperts
-from jaxscale.parallel import Arithmetic, expert_exchange, experts, wire_rows
+from jaxscale.parallel import Arithmetic, Choices, Weights, expert_mlp, wire_rows
+from jaxscale.parallel.dispatch import exchange as exchanges
 from jaxscale.plan import compile_for, topology_devices
 from jaxscale.plan.collectives import collectives
 from tests.truth.compare import assert_leaves_agree
@@ -109,13 +110,13 @@ def test_the_ragged_exchange_moves_the_rows_that_the_padded_one_does(monkeypatch
     random = np.random.default_rng(0)
     sent = random.integers(0, 4, (4, 4))
     sent[2] = 0
-    exchange = expert_exchange.Exchange(("expert",), 4, 4, 14, True)  # up to 12 rows are sent, the last ones are not
+    exchange = exchanges.Exchange(("expert",), 4, 4, 14, True)  # up to 12 rows are sent, the last ones are not
     rows = random.normal(size=(4, 14, 3)).astype(np.float32)
 
     def both(rows, sent, received):
         rows, sent, received = rows[0], sent[0], received[0]
         results = []
-        for carry in (expert_exchange._padded, expert_exchange._ragged):
+        for carry in (exchanges._padded, exchanges._ragged):
             away = carry(rows, sent, received, exchange=exchange, outbound=True)
             results += [away[None], carry(2 * away, sent, received, exchange=exchange, outbound=False)[None]]
         return results
@@ -139,9 +140,9 @@ def test_rows_without_an_expert_add_nothing_whatever_their_values(monkeypatch):
     scale = random.uniform(size=ids.shape).astype(np.float32)
 
     def loss(x, scale, up, down):
-        routed, weights = experts.Choices(ids, scale), experts.Weights(None, up, down)
+        routed, weights = Choices(ids, scale), Weights(None, up, down)
         return jnp.sum(
-            jnp.square(experts.expert_mlp(x, routed, weights, act=jax.nn.gelu, arithmetic=Arithmetic.cast(jnp.float32)))
+            jnp.square(expert_mlp(x, routed, weights, act=jax.nn.gelu, arithmetic=Arithmetic.cast(jnp.float32)))
         )
 
     def poisoned(rows, matrices, sizes):

@@ -18,7 +18,7 @@ from jaxscale.layout.axes import AXES
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.moe import Experts
 from jaxscale.parallel import Arithmetic, Cast, Numbers
-from jaxscale.parallel.experts import DOWN, UP
+from jaxscale.parallel.expert_products import DOWN, UP
 from jaxscale.parallel.scaled import Scaled
 
 

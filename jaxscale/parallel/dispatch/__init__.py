@@ -1,0 +1,8 @@
+"""How tokens get to the devices of their experts, and outputs back: a file per method."""
+
+from jaxscale.parallel.dispatch.base import Dispatcher, ExpertAxes
+from jaxscale.parallel.dispatch.dropless import DroplessDispatch, wire_rows
+from jaxscale.parallel.dispatch.routed import Capacity, Choices, Slots
+from jaxscale.parallel.dispatch.slots import SlotDispatch
+
+__all__ = ["Capacity", "Choices", "Dispatcher", "DroplessDispatch", "ExpertAxes", "SlotDispatch", "Slots", "wire_rows"]

@@ -1,0 +1,51 @@
+"""Dispatch with a capacity: each expert has slots, which travel by an ordinary all-to-all."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxscale.parallel.dispatch.base import Apply, Dispatcher, ExpertAxes, size
+from jaxscale.parallel.dispatch.routed import Choices, Slots
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotDispatch(Dispatcher):
+    """Each expert takes a fixed number of tokens of each group and drops the others (Lepikhin et al. 2021).
+
+    All slots are exchanged, also empty ones.
+    """
+
+    def __call__(
+        self, x: Float[Array, "b s e"], routed: Choices | Slots, local_experts: int, apply: Apply, axes: ExpertAxes
+    ) -> Float[Array, "b s e"]:
+        """See `Dispatcher`; needs `Slots`."""
+        assert isinstance(routed, Slots)
+        b, s, e = x.shape
+        n, c = routed.token.shape[1], routed.token.shape[3]
+        groups = x.reshape(b * n, s // n, e)
+        token, weight = (_mine(a.reshape(b * n, -1, c), axes) for a in routed)
+        rows = jax.vmap(lambda rows, at: jnp.take(rows, at, axis=0, mode="fill", fill_value=0))(groups, token)
+        if axes.sent:
+            rows, weight = (lax.all_to_all(a, axes.sent, 1, 0, tiled=True) for a in (rows, weight))
+        out = apply(rows, weight[..., None])
+        out = lax.all_to_all(out, axes.sent, 0, 1, tiled=True) if axes.sent else out
+        empty = jnp.zeros((s // n, e), jnp.float32)
+        y = jax.vmap(lambda token, out: empty.at[token].add(out.astype(jnp.float32), mode="drop"))(token, out)
+        return y.reshape(b, s, e).astype(x.dtype)
+
+
+def _mine(a: Array, axes: ExpertAxes) -> Array:
+    """Select, in arrays (groups, x, slots), the experts that this device's copy of the tokens is sent to."""
+    if axes.sent == axes.experts:
+        return a
+    shape = a.shape
+    a = a.reshape(shape[0], *(size((m,)) for m in axes.experts), -1, shape[2])
+    for dim in reversed(range(len(axes.experts))):
+        if axes.experts[dim] not in axes.sent:
+            a = lax.dynamic_index_in_dim(a, lax.axis_index(axes.experts[dim]), dim + 1, keepdims=False)
+    return a.reshape(shape[0], -1, shape[2])

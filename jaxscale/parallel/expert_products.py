@@ -1,0 +1,219 @@
+"""The products of experts: each expert's matrices, applied to its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jaxscale.parallel.arithmetic import Arithmetic, Cut, Numbers
+from jaxscale.parallel.dispatch.base import ExpertAxes
+from jaxscale.parallel.seeds import mixed
+
+UP = ("experts", "expert_embed", "expert_mlp")
+DOWN = ("experts", "expert_mlp", "expert_embed")
+"""Logical axes of the experts' weights."""
+
+
+class Weights(NamedTuple):
+    """The experts' stored matrices.
+
+    Args:
+      gate: the gates, or `None`.
+      up: the first matrices.
+      down: the last matrices.
+    """
+
+    gate: Float[Array, "x e f"] | None
+    up: Float[Array, "x e f"]
+    down: Float[Array, "x f e"]
+
+
+class Biases(NamedTuple):
+    """What is added after the experts' products, float32.
+
+    Args:
+      gate: after the gates' product, or `None` without gates.
+      up: after the first product.
+      down: after the last product.
+    """
+
+    gate: Float[Array, "x f"] | None
+    up: Float[Array, "x f"]
+    down: Float[Array, "x e"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductSettings:
+    """Static settings of the products of a layer of experts.
+
+    Args:
+      act: the activation function.
+      combine: the hidden layer of `gate(x)` and `up(x)`; `None` is `act(gate) * up`.
+      arithmetic: the numbers of products.
+      axes: the mesh axes.
+    """
+
+    act: Callable[[Array], Array]
+    combine: Callable[[Array, Array], Array] | None
+    arithmetic: Arithmetic
+    axes: ExpertAxes = ExpertAxes()
+
+    def lead(self, sizes: Array | None) -> Cut:
+        """Return the mesh axes that shard all dimensions of rows but the last.
+
+        Args:
+          sizes: rows of each expert, or `None` for rows in slots.
+        """
+        axes = self.axes
+        if sizes is not None:  # rows of all experts
+            return (tuple(dict.fromkeys((*axes.tokens, *axes.experts))),)
+        others = tuple(m for m in axes.tokens if m not in axes.experts)
+        return others, (), others
+
+    def inner(self, embed: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the mesh axes that shard the last dimension of a product's rows, and of its result.
+
+        Args:
+          embed: which dimension of the product's matrices is that of the model, 1 or 2.
+        """
+        return ((), self.axes.mlp) if embed == 1 else (self.axes.mlp, ())
+
+
+def apply_experts(
+    rows: Array,
+    scale: Array,
+    sizes: Array | None = None,
+    *,
+    weights: Weights,
+    taps: Weights,
+    biases: Biases | None,
+    seed: Array | None,
+    settings: ProductSettings,
+) -> Array:
+    """Apply each expert to its rows, and multiply by `scale`, float32.
+
+    Rows are (groups, x, slots, e), or (rows, e) sorted by expert with `sizes` of each. They are scaled before the last
+    product: scaled after it, the derivative of `scale` would need the outputs, and recomputation would repeat the
+    product and the exchange.
+    """
+
+    def product(number: int, rows: Array, kernel: Array, tap: Array, embed: int) -> Array:
+        own = None if seed is None else mixed(seed + jnp.uint32(number))
+        return _product(rows, kernel, tap, sizes, own, embed, settings)
+
+    def plus(y: Array, bias: Array | None) -> Array:
+        return y if bias is None else (y + _of_rows(bias, len(rows), sizes)).astype(y.dtype)
+
+    gate_bias, up_bias, down_bias = biases or (None, None, None)
+    up = checkpoint_name(plus(product(0, rows, weights.up, taps.up, 1), up_bias), "mlp_up")
+    if weights.gate is None or taps.gate is None:
+        h = settings.act(up)
+    else:
+        gate = checkpoint_name(plus(product(1, rows, weights.gate, taps.gate, 1), gate_bias), "mlp_up")
+        h = settings.act(gate) * up if settings.combine is None else settings.combine(gate, up)
+    h = (checkpoint_name(h, "mlp_hidden") * scale).astype(settings.arithmetic.dtype)
+    y = product(2, h, weights.down, taps.down, 2)
+    if down_bias is None:
+        return y
+    if settings.axes.mlp:  # of the devices whose outputs are summed, one adds it
+        down_bias = jnp.where(lax.axis_index(settings.axes.mlp) == 0, down_bias, 0)
+    return (y + scale * _of_rows(down_bias, len(rows), sizes)).astype(y.dtype)
+
+
+def _of_rows(bias: Float[Array, "x n"], rows: int, sizes: Int[Array, " x"] | None) -> Array:
+    """Return the bias of each row's expert, for rows as those of `apply_experts`."""
+    if sizes is None:
+        return bias[:, None]
+    expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right")
+    return jnp.take(bias, expert, axis=0, mode="fill", fill_value=0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _product(
+    rows: Array,
+    kernel: Array,
+    tap: Array,
+    sizes: Array | None,
+    seed: Array | None,
+    embed: int,
+    settings: ProductSettings,
+) -> Array:
+    """Multiply rows by their expert's matrix; the derivative is custom for the reasons given in `project`.
+
+    Args:
+      rows: (groups, x, slots, in), or (rows, in) sorted by expert.
+      kernel: (x, in, out), whose dimension `embed` is sharded over `settings.axes.gathered`.
+      tap: gets the kernel's gradient, in its dtype; its dimension `embed` is sharded over `settings.axes.scattered`.
+      sizes: rows of each expert, int, or `None`.
+      seed: of random numbers, or `None`.
+      embed: 1 or 2.
+      settings: mesh axes, and the numbers of the product.
+    """
+    return _product_fwd(rows, kernel, tap, sizes, seed, embed, settings)[0]
+
+
+def _product_fwd(rows, kernel, tap, sizes, seed, embed, settings):  # type: ignore[no-untyped-def]
+    numbers = settings.arithmetic.forward
+    y = _grouped(numbers, rows, kernel, 1, sizes, embed, settings)
+    return y.astype(settings.arithmetic.out_dtype), (rows, kernel, sizes, seed)
+
+
+def _product_bwd(embed, settings, residuals, dy):  # type: ignore[no-untyped-def]
+    rows, kernel, sizes, seed = residuals
+    arithmetic = settings.arithmetic.seeded(seed)
+    drows = _grouped(arithmetic.input_gradient, dy, kernel, 2, sizes, embed, settings).astype(rows.dtype)
+    numbers = arithmetic.kernel_gradient
+    summed, batch = ((0,), ()) if sizes is not None else ((0, 2), (1,))
+    left, right = (
+        encode(a, summed, batch, (*settings.lead(sizes), cut))
+        for encode, a, cut in zip((numbers.left, numbers.right), (rows, dy), settings.inner(embed), strict=True)
+    )
+    if sizes is None:
+        dkernel = numbers.dot(left, right, ((summed, summed), (batch, batch)), kernel.dtype)
+    else:
+        dkernel = numbers.ragged_outer(left, right, sizes, kernel.dtype)
+    if settings.axes.scattered:
+        dkernel = lax.psum_scatter(dkernel, settings.axes.scattered, scatter_dimension=embed, tiled=True)
+    return drows, None, dkernel, None, None
+
+
+_product.defvjp(_product_fwd, _product_bwd)
+
+
+def _grouped(
+    numbers: Numbers,
+    rows: Array,
+    kernel: Array,
+    summed: int,
+    sizes: Array | None,
+    embed: int,
+    settings: ProductSettings,
+) -> Array:
+    """Multiply rows by their expert's matrix, of which dimension `summed` is summed over."""
+    cut = settings.inner(embed)[0 if summed == 1 else 1]
+    stored = [(), settings.axes.mlp, settings.axes.mlp]
+    stored[embed] = settings.axes.gathered
+    matrices = numbers.right(kernel, (summed,), (0,), tuple(stored))
+
+    def whole(a: Array) -> Array:  # FSDP's all-gather, of encoded numbers
+        shared = a.shape[embed] == 1 != kernel.shape[embed]
+        return a if shared else lax.all_gather(a, settings.axes.gathered, axis=embed, tiled=True)
+
+    matrices = jax.tree.map(whole, matrices) if settings.axes.gathered else matrices
+    if sizes is None:
+        left = numbers.left(rows, (3,), (1,), (*settings.lead(sizes), cut))
+        dims = ((3,), (summed,)), ((1,), (0,))
+        return jnp.moveaxis(numbers.dot(left, matrices, dims, settings.arithmetic.dtype), 0, 1)
+    left = numbers.left(rows, (1,), (), (*settings.lead(sizes), cut))
+    matrices = matrices if summed == 1 else jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), matrices)
+    out = numbers.ragged_dot(left, matrices, sizes)
+    # `ragged_dot` does not define the values of rows without an expert, forward or backward
+    return jnp.where(jnp.arange(len(rows))[:, None] < jnp.sum(sizes), out, 0)

@@ -13,7 +13,7 @@ from jaxscale.nn.attention import (
 from jaxscale.nn.attention_layer import AttentionLayer, HeadDims, MultiHead, MultiHeadLatent, Projection, Width
 from jaxscale.nn.attention_sinks import SinkAttention, SinkMultiHead
 from jaxscale.nn.binary_attention import BinaryAttention
-from jaxscale.nn.block import Block, SharesCapacity, reports
+from jaxscale.nn.block import Block, SharesCapacity
 from jaxscale.nn.blockwise import BlockwiseAttention, BlockwiseFeedForward, BlockwiseNorm
 from jaxscale.nn.cache import (
     Cache,
@@ -80,7 +80,7 @@ from jaxscale.nn.shared_blocks import ScaledColumns, SharedBlocks
 from jaxscale.nn.sigmoid_attention import SigmoidAttention
 from jaxscale.nn.single import NoFeedForward, NoMixer
 from jaxscale.nn.stack import Part, Run
-from jaxscale.nn.stats import Stats, auxiliary_loss, metrics
+from jaxscale.nn.stats import Stats, auxiliary_loss, metrics, reports
 from jaxscale.nn.weight_format import WeightFormat
 from jaxscale.parallel import Weight, as_weight
 

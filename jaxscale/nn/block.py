@@ -17,7 +17,7 @@ from jaxscale.nn.cache import DecodeState, KeyValues
 from jaxscale.nn.context import Context, dropout
 from jaxscale.nn.memory import POLICIES, MemoryPolicy
 from jaxscale.nn.narrow import saved_as
-from jaxscale.nn.stats import Stats
+from jaxscale.nn.stats import Stats, of_layer, reports, total
 from jaxscale.parallel.seeds import random_products
 
 _NONE = POLICIES["none"]
@@ -34,10 +34,10 @@ class SharesCapacity(Protocol):
 class Block(nnx.Module):
     """`x + attn(norm(x))`, then `x + mlp(norm(x))`; with `parallel`, `x + attn(norm(x)) + mlp(norm(x))`.
 
-    A block returns its output and the statistics of its feed-forward layer (see `jaxscale.nn.stats`).
+    A block returns its output and the statistics of its sub-layers that report (see `jaxscale.nn.stats`).
 
     Args:
-      attn: the mixer, called as `Attention`.
+      attn: the mixer, called as `Attention`. If it `reports`, it also returns statistics.
       mlp: the feed-forward layer. If it `reports`, it also gets a mask of padding and returns statistics.
       attn_norm: the norm before attention, or `None` (OLMo-2).
       mlp_norm: the norm before the feed-forward layer, or `None`.
@@ -69,25 +69,28 @@ class Block(nnx.Module):
         self.parallel, self.scale, self.memory, self.dropout = parallel, scale, memory, dropout
 
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> tuple[Float[Array, "b s e"], Stats]:
-        """Apply the block to the residual stream; also return the statistics of its feed-forward layer."""
+        """Apply the block to the residual stream; also return the statistics of its sub-layers."""
         x = checkpoint_name(x, "residual")
         if self.parallel:
             h = self._norm(self.attn_norm, x)
             y, stats = self._feed(h, context)
+            mixed, more = self._attend(h, context)
             # added first, so that one all-reduce serves both sub-layers
-            return x + self._drop(self._attend(h, context) + y, context, 0), stats
-        x = checkpoint_name(x + self.attend(x, context), "residual_mid")
+            return x + self._drop(mixed + y, context, 0), total([more, stats])
+        mixed, more = self.attend(x, context)
+        x = checkpoint_name(x + mixed, "residual_mid")
         y, stats = self.feed(x, context)
-        return x + y, stats
+        return x + y, total([more, stats])
 
-    def attend(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
-        """Return what attention adds to the residual stream.
+    def attend(self, x: Float[Array, "b s e"], context: Context) -> tuple[Float[Array, "b s e"], Stats]:
+        """Return what attention adds to the residual stream, and its statistics.
 
         Args:
           x: the residual stream.
           context: the inputs that layers share.
         """
-        return self._drop(self._attend(self._norm(self.attn_norm, x), context), context, 0)
+        y, stats = self._attend(self._norm(self.attn_norm, x), context)
+        return self._drop(y, context, 0), stats
 
     def feed(self, x: Float[Array, "b s e"], context: Context) -> tuple[Float[Array, "b s e"], Stats]:
         """Return what the feed-forward layer adds to the residual stream, and its statistics; not for `parallel`.
@@ -131,10 +134,12 @@ class Block(nnx.Module):
         if isinstance(self.mlp, SharesCapacity):
             self.mlp.check_independent()
 
-    def _attend(self, h: Array, context: Context) -> Array:
+    def _attend(self, h: Array, context: Context) -> tuple[Array, Stats]:
         with jax.named_scope("attn"), random_products(context.key, context.rows, 0):
-            y = self.attn(_for(self.attn, h), context)
-        return self._post(self.attn_post_norm, y)
+            y, stats = self.attn(_for(self.attn, h), context), {}
+            if reports(self.attn):
+                y, stats = y
+        return self._post(self.attn_post_norm, y), of_layer(self.attn, stats)
 
     def _feed(self, h: Array, context: Context) -> tuple[Array, Stats]:
         with jax.named_scope("mlp"), random_products(context.key, context.rows, 1):
@@ -142,7 +147,7 @@ class Block(nnx.Module):
                 y, stats = self.mlp(h, None if context.segment_ids is None else context.segment_ids != 0)
             else:
                 y, stats = self.memory.tiled("mlp_hidden", lambda h: _cut(self.mlp(_for(self.mlp, h))))(h), {}
-        return self._post(self.mlp_post_norm, y), stats
+        return self._post(self.mlp_post_norm, y), of_layer(self.mlp, stats)
 
     def _norm(self, norm: nnx.Module | None, x: Array) -> Array:
         if norm is None:
@@ -158,15 +163,6 @@ class Block(nnx.Module):
         if self.scale != 1:
             y = y * jnp.asarray(self.scale, y.dtype)
         return dropout(_cut(y), self.dropout, key, context.rows, context.order)
-
-
-def reports(layer: nnx.Module) -> bool:
-    """Return whether a feed-forward layer takes a mask of padding and returns statistics, as `Experts` does.
-
-    Args:
-      layer: the feed-forward layer.
-    """
-    return getattr(layer, "reports", False)
 
 
 def _for(layer: nnx.Module, h: Array) -> Array:

@@ -22,7 +22,8 @@ class Mixer(Protocol):
     """Makes a layer `layer(x, context)` that mixes the tokens of a sequence; `context` is a `jaxscale.nn.Context`.
 
     The layer must not mix documents of one row (`Context.segment_ids`, 0 is padding). To generate, it needs an
-    attribute `decode_state` for what it stores of a sequence: a `KeyValues` or a `RecurrentState`.
+    attribute `decode_state` for what it stores of a sequence: a `KeyValues` or a `RecurrentState`. With an attribute
+    `reports` it returns its output and statistics, which training logs, "loss" among them (see `jaxscale.nn.stats`).
 
     Attributes:
       widens: its sizes are proportional to the model's width, as µP and `TransformerConfig.at_width` need.

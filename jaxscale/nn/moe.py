@@ -190,7 +190,7 @@ class Experts(nnx.Module):
       rngs: random streams of the initial values.
     """
 
-    reports = True
+    reports = "moe"
 
     def __init__(
         self,

@@ -98,10 +98,11 @@ class ReversibleRun(Run):
                 before = x
                 for j, block in enumerate(map(nnx.merge, graphs, params)):
                     with jax.named_scope(f"blocks/{j}"):
-                        a = x[0] + block.attend(x[1], context_of(arrays, i, j))
+                        mixed, more = block.attend(x[1], context_of(arrays, i, j))
+                        a = x[0] + mixed
                         y, stats = block.feed(a, context_of(arrays, i, j))
                     x = a, x[1] + y
-                    reported.append(stats)
+                    reported += [more, stats]
                 return chosen(real, (x, total(reported)), (before, none_of(total(reported))))
 
             x, stats = jax.lax.scan(group, x, (params, part), unroll=unroll)
@@ -141,7 +142,7 @@ def _undo(
     `dstats` are the cotangents of the summed statistics.
     """
 
-    def attend(params: Tree, b: Array) -> Array:
+    def attend(params: Tree, b: Array) -> tuple[Array, Stats]:
         block: Block = nnx.merge(graph, params)
         return block.attend(b, context)
 
@@ -154,8 +155,8 @@ def _undo(
     b = b - added
     dparams, more = pull((db.astype(added.dtype), {k: dstats[k] for k in stats}))
     da = da + more
-    added, pull = jax.vjp(attend, params, b)
+    (added, stats), pull = jax.vjp(attend, params, b)
     a = a - added
-    more_dparams, more = pull(da.astype(added.dtype))
+    more_dparams, more = pull((da.astype(added.dtype), {k: dstats[k] for k in stats}))
     db = db + more
     return ((a, b), (da, db)), jax.tree.map(jnp.add, dparams, more_dparams)

@@ -1,8 +1,10 @@
 """Statistics of a forward pass that layers return beside their output: float32 scalars by name; most layers have none.
 
-A block returns them, a run of blocks sums them over its layers, and a model over its runs, so a pipeline stage has the
-sum of its own layers. "loss" is what the layers add to the training loss; "layers" counts the layers with statistics;
-the others are meaningful as an average over those layers.
+A mixer or feed-forward layer that reports has an attribute `reports`, the prefix of its numbers' names in the training
+log ("moe"), and returns its output and statistics: "loss" is what it adds to the training loss, "layers" is 1, the
+others are meaningful as an average over the layers with that prefix. All are means over the tokens that are not
+padding, on all devices. A block returns those of its two sub-layers, a run of blocks sums them over its layers, and a
+model over its runs, so a pipeline stage has the sum of its own layers.
 """
 
 from __future__ import annotations
@@ -11,9 +13,29 @@ from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float
 
 Stats = dict[str, Float[Array, ""]]
+
+
+def reports(layer: nnx.Module) -> str | None:
+    """Return the prefix of the names of a layer's statistics; `None` for a layer that returns its output alone.
+
+    Args:
+      layer: a mixer or a feed-forward layer.
+    """
+    return getattr(layer, "reports", None)
+
+
+def of_layer(layer: nnx.Module, stats: Stats) -> Stats:
+    """Return what a layer reports by names that tell its numbers from those of other kinds of layers: "moe/dropped".
+
+    Args:
+      layer: the layer.
+      stats: what it returned.
+    """
+    return {k if k == "loss" else f"{reports(layer)}/{k}": v for k, v in stats.items()}
 
 
 def total(parts: Iterable[Stats]) -> Stats:
@@ -44,9 +66,10 @@ def auxiliary_loss(stats: Stats) -> Float[Array, ""]:
 
 
 def metrics(stats: Stats) -> dict[str, Float[Array, ""]]:
-    """Return averages over the layers with statistics, by metric name (`moe_load_balance`).
+    """Return averages over the layers of a kind, by metric name (`moe_load_balance`).
 
     Args:
       stats: the model's statistics.
     """
-    return {f"moe_{k}": v / stats["layers"] for k, v in stats.items() if k not in ("loss", "layers")}
+    named = {k: k.split("/") for k in stats if k != "loss"}
+    return {f"{of}_{name}": stats[k] / stats[f"{of}/layers"] for k, (of, name) in named.items() if name != "layers"}

@@ -38,7 +38,7 @@ def _by_hand(model, tokens, segment_ids, key):
     for run in model.runs:
         for i in range(run.repeats):
             for block in jax.tree.map(lambda x, i=i: x[i], list(run.blocks)):
-                a = a + block.attend(b, context.at(layer))
+                a = a + block.attend(b, context.at(layer))[0]
                 b = b + block.feed(a, context.at(layer))[0]
                 layer += 1
     return model.norm(((a + b) / 2).astype(c.dtype))

@@ -113,7 +113,7 @@ def test_reversible_layers_report_and_differentiate_as_autodiff_does():
         loss, (run,) = 0.0, module.runs
         for i in range(2):
             (block,) = jax.tree.map(lambda x, i=i: x[i], list(run.blocks))
-            a = a + block.attend(b, context)
+            a = a + block.attend(b, context)[0]
             y, stats = block.feed(a, context)
             b, loss = b + y, loss + stats["loss"]
         return jnp.sum(jnp.sin(module.norm((a + b) / 2))) + loss

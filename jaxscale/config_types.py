@@ -106,6 +106,25 @@ def fits(value: object, expected: object, macros: Mapping[str, object]) -> bool:
         return True
 
 
+def holds(value: object, expected: object) -> bool:
+    """Whether a Python object matches an annotation; True where that cannot be decided.
+
+    Args:
+        value: An object, where `fits` has a parsed value.
+        expected: A resolved annotation.
+    """
+    origin, args = typing.get_origin(expected), typing.get_args(expected)
+    if origin in (typing.Union, types.UnionType):
+        return any(holds(value, option) for option in args)
+    if is_call(expected):
+        return callable(value)
+    if getattr(expected, "_is_protocol", False):
+        return value is not None and not isinstance(value, (int, float, str, tuple, list, dict, type))
+    if origin is type and isinstance(args[0], type):
+        return isinstance(value, type) and issubclass(value, args[0])
+    return fits(value, expected, {})
+
+
 def is_call(expected: object) -> bool:
     """Whether an annotation is of a function: `Callable[...]`, or a protocol that has nothing but `__call__`."""
     if expected is collections.abc.Callable or typing.get_origin(expected) is collections.abc.Callable:
@@ -119,6 +138,27 @@ def say(expected: object) -> str:
     if isinstance(expected, type) and not typing.get_args(expected):
         return expected.__name__
     return str(expected).replace("typing.", "")
+
+
+_WORDS: dict[object, str] = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
+
+
+def in_words(expected: object) -> str:
+    """An annotation for a message about Python: `a number or None`, `Rotary(...) or None`."""
+    origin, args = typing.get_origin(expected), typing.get_args(expected)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(in_words, args))
+    if expected in _WORDS:
+        return _WORDS[expected]
+    if expected is type(None):
+        return "None"
+    if origin is tuple:
+        return f"a tuple of {in_words(args[0])}" if args else "a tuple"
+    if origin is type:
+        return f"the class {say(args[0])} or one derived from it"
+    if is_call(expected):
+        return "a function or a class"
+    return f"{say(expected)}(...)"
 
 
 def _reference_fits(value: ConfigurableReference, target: object) -> bool:

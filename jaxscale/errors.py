@@ -90,6 +90,17 @@ def check_whole(setting: str, value: Any, least: int = 1, most: int | None = Non
         raise ConfigError(f"{setting} = {value!r}: must be a whole number {numbers}{', or None' if optional else ''}")
 
 
+def count(number: int, one: str, many: str | None = None) -> str:
+    """A number and its noun: `1 tensor`, `2 tensors`.
+
+    Args:
+      number: how many.
+      one: the noun of one.
+      many: that of several; by default with an s.
+    """
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 def near(word: str, known: Iterable[str], *, cutoff: float = 0.5, bindings: bool = False) -> str:
     """The end of an error message: `; did you mean 'fsdp'?`, or the valid words if none is similar.
 

@@ -5,13 +5,17 @@ They run when the config is made, so that the error is not a TypeError inside a 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxscale.config_registry import BY_NAME
-from jaxscale.config_types import parameters
+from jaxscale.config_types import holds, in_words, is_call, parameters, type_hints
 from jaxscale.errors import ConfigError
+from jaxscale.reading import clipped
 
 
 def check_call(setting: str, part: Callable[..., Any], positional: Sequence[str], named: Sequence[str]) -> None:
@@ -44,6 +48,42 @@ def check_call(setting: str, part: Callable[..., Any], positional: Sequence[str]
     wrong = _wrong(signature, positional, named)
     hint = f"; write {name}() for an instance" if _instances_bind(part, positional, named) else ""
     raise ConfigError(f"{setting} = {name}{_plain(signature)} {wrong}; it is called as ({takes}){hint}")
+
+
+def check_fields(name: str, part: Any) -> None:
+    """Check that the fields of a dataclass have the types of their annotations.
+
+    Fields whose annotation cannot be decided (see `jaxscale.config_types.holds`) pass, and so do functions other than
+    `None`, which `check_call` checks.
+
+    Args:
+        name: its name in gin, for the message: "Transformer".
+        part: an instance.
+
+    Raises:
+        ConfigError: one has not.
+    """
+    kind: Any = type(part)
+    for field, expected in _fields_of(kind).items():
+        value = getattr(part, field)
+        if not holds(value, expected) and (value is None or not is_call(expected)):
+            shown = getattr(value, "__name__", None) or clipped(repr(value))
+            raise ConfigError(f"{name}.{field} = {shown}: must be {in_words(expected)}{_hint(value, expected)}")
+
+
+@functools.cache
+def _fields_of(kind: Any) -> dict[str, object]:
+    hints = type_hints(kind)
+    return {f.name: hints[f.name] for f in dataclasses.fields(kind) if f.name in hints}
+
+
+def _hint(value: Any, expected: object) -> str:
+    """What to write in place of a registered name, or of a class where an instance is needed."""
+    obj = BY_NAME[value].obj if isinstance(value, str) and value in BY_NAME else value
+    if obj is not value and holds(obj, expected):
+        return f"; write {value} without quotes (@{value} in gin)"
+    options = {expected, *typing.get_args(expected)}
+    return f"; write {obj.__name__}()" if isinstance(obj, type) and options.intersection(obj.__mro__[:-1]) else ""
 
 
 def check_method(setting: str, part: Any, method: str, positional: Sequence[str], named: Sequence[str]) -> None:

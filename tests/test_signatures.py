@@ -10,8 +10,17 @@ import pytest
 from flax import nnx
 
 from jaxscale.errors import ConfigError
-from jaxscale.models import TransformerConfig
-from jaxscale.nn import LayerNorm, MixtureOfExperts, QKNorm, RingAttention, dot_product_attention
+from jaxscale.models import BlockConfig, TransformerConfig
+from jaxscale.nn import (
+    LayerNorm,
+    Mamba2,
+    MixtureOfExperts,
+    QKNorm,
+    ReversibleRun,
+    RingAttention,
+    Rotary,
+    dot_product_attention,
+)
 from jaxscale.optim import SGD, AdamW
 from jaxscale.signatures import check_call
 from jaxscale.step import NextToken, TrainConfig
@@ -117,6 +126,44 @@ def test_a_flax_module_is_checked_by_its_constructor():
     with pytest.raises(ConfigError, match=r"QKNorm.norm = ScaleNorm\(.*called as \(width, \*, axis, eps, dtype"):
         QKNorm(norm=ScaleNorm)
     assert TransformerConfig(norm=LayerNorm, qk_norm=QKNorm(LayerNorm)).norm is LayerNorm
+
+
+@pytest.mark.parametrize("kind", [TransformerConfig, BlockConfig])
+def test_text_and_tuples_are_refused_in_every_field_that_takes_something_else(kind):
+    free = {"windows": (), "overlap": (), "blocks": (), "dtype": "bfloat16", "param_dtype": "bfloat16", "products": ()}
+    for field in dataclasses.fields(kind):
+        for value in ("nothing of that name", (), 0.1 + 0.2j):
+            if value == free.get(field.name):
+                continue
+            with pytest.raises(ConfigError, match=f"(Transformer|Block).{field.name}|memory|MemoryPolicy"):
+                part = kind(**{field.name: value})
+                TransformerConfig(blocks=(part,)) if kind is BlockConfig else None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(positions="Rotary"), "positions = 'Rotary': must be Rotary(...) or Learned(...) or None; write Rotary()"),
+        (dict(positions=Rotary), "positions = Rotary: must be Rotary(...) or Learned(...) or None; write Rotary()"),
+        (
+            dict(stack="ReversibleRun"),
+            "stack = 'ReversibleRun': must be the class Run or one derived from it; write ReversibleRun without quotes "
+            "(@ReversibleRun in gin)",
+        ),
+        (dict(mlp=None), "mlp = None: must be a function or a class"),
+        (dict(embed_gradient="0.1"), "embed_gradient = '0.1': must be a number"),
+        (dict(width=True), "width = True: must be a whole number of at least 1, or None"),
+        (dict(parametrisation="MuP"), "parametrisation = 'MuP': must be Parametrisation(...) or None; write MuP()"),
+    ],
+)
+def test_a_value_of_another_type_is_named_with_what_the_field_takes(fields, message):
+    with pytest.raises(ConfigError, match=re.escape("Transformer." + message)):
+        TransformerConfig(**fields)
+    TransformerConfig(positions=Rotary(), stack=ReversibleRun, embed_gradient=0.1, logit_softcap=30)
+    with pytest.raises(ConfigError, match="Block.window = '256': must be a whole number or None"):
+        TransformerConfig(blocks=(BlockConfig(window="256"),))
+    with pytest.raises(ConfigError, match=re.escape("; write Mamba2() for an instance")):
+        TransformerConfig(blocks=(BlockConfig(Mamba2),))
 
 
 def test_our_own_parts_are_taken():

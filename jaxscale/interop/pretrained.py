@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxscale import reading
-from jaxscale.errors import CheckpointError, JaxscaleError, near
+from jaxscale.errors import CheckpointError, JaxscaleError, count, near
 from jaxscale.interop.added import Added, is_adapters
 from jaxscale.interop.families import FAMILIES
 from jaxscale.interop.family import Family, family_of, infos_of
@@ -145,7 +145,9 @@ def _decoded(tensors: Tensors, values: dict[str, Any], file: Path, widen: bool, 
     if unread:
         say(f"ignoring settings of {about.what} that decoding does not use: {', '.join(unread)}")
     if decoded.dropped:
-        say(f"leaving out {len(decoded.dropped)} scales of quantised activations, such as {decoded.dropped[0]}")
+        say(
+            f"leaving out {count(len(decoded.dropped), 'scale')} of quantised activations, such as {decoded.dropped[0]}"
+        )
     if unrounded := layout.unrounded(widen):
         say(unrounded)
     return decoded
@@ -161,8 +163,8 @@ def _model(family: Family, fields: Fields, tensors: int) -> TransformerConfig:
         layers = fields.values.get(name)
         if reading.is_whole(layers) and layers > tensors:
             raise CheckpointError(
-                f"{fields.what} has {name} = {layers}, but the files beside it hold only {tensors} tensors; use the "
-                "config.json that belongs to them"
+                f"{fields.what} has {name} = {layers}, but the files beside it hold only {count(tensors, 'tensor')}; "
+                "use the config.json that belongs to them"
             )
     try:
         config = family.model(fields)

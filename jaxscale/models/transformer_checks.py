@@ -28,7 +28,7 @@ from jaxscale.nn import (
 )
 from jaxscale.nn.products import rules_of
 from jaxscale.other_names import same
-from jaxscale.signatures import check_call
+from jaxscale.signatures import check_call, check_fields
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -46,9 +46,8 @@ def check_transformer(c: TransformerConfig) -> None:
       ConfigError: they do not.
     """
     for name in ("depth", "vocab", "width", "heads", "kv_heads", "head_dim", "hidden"):
-        value = getattr(c, name)
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ConfigError(f"Transformer.{name} = {value!r}: must be a whole number of at least 1")
+        check_whole(f"Transformer.{name}", getattr(c, name), optional=name not in ("depth", "vocab"))
+    check_fields("Transformer", c)
     for name in ("residual_scale", "logit_scale"):
         if not getattr(c, name) > 0:
             raise ConfigError(f"Transformer.{name} = {getattr(c, name)!r}: must be above 0; 1.0 changes nothing")
@@ -74,6 +73,8 @@ def check_transformer(c: TransformerConfig) -> None:
         if isinstance(mlp, MixtureOfExperts):
             mlp.check(c)
         check_call(name, mlp, ("width", "hidden"), ("bias", "out_scale", "rngs", *overlap, *types))
+    for b in c.blocks:
+        check_fields("Block", b)
     if not isinstance(c.mlp_every, int) or c.mlp_every < 1:
         raise ConfigError(f"Transformer.mlp_every = {c.mlp_every!r}: must be a whole number of at least 1")
     if not isinstance(c.dense_layers, int) or not 0 <= c.dense_layers <= c.depth:
@@ -217,7 +218,7 @@ def check_row(c: TransformerConfig, seq: int) -> None:
 
     Raises:
       ConfigError: the positions or experts do not.
-      LayoutError: the attention does not.
+      LayoutError: a mixer does not.
     """
     layout = current()
     if c.soft_prompt and layout is not None and layout.stages > 1:
@@ -230,6 +231,9 @@ def check_row(c: TransformerConfig, seq: int) -> None:
         )
     seq += c.soft_prompt
     check_positions(c, seq)
+    if layout is not None:
+        for mixer in dict.fromkeys(layer.mixer for layer in c.layer_specs()):
+            mixer.check_layout(c, layout)
     attends = any(layer.mixer.windowed for layer in c.layer_specs())
     if attends and isinstance(c.attention, CheckedKernel):
         c.attention.check(seq, c.sizes.heads, c.sizes.kv_heads)

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxscale import errors
 from jaxscale.errors import ConfigError
+from jaxscale.layout import Layout
 
 MADE_WITH = (
     "kernel", "rotary", "window", "softcap", "scale", "qk_norm", "bias", "out_bias", "out_scale", "norm_eps", "overlap",
@@ -49,6 +50,18 @@ class Mixer(Protocol):
         Raises:
           ConfigError: a field that the mixer does not support.
         """
+
+    def check_layout(self, config: Any, layout: Layout) -> None:
+        """Check the layout, before any tensor is sharded.
+
+        Args:
+          config: the `TransformerConfig`.
+          layout: the layout in force.
+
+        Raises:
+          LayoutError: a size of the mixer that the layout does not divide; others are named by their tensors.
+        """
+        return
 
     def check_documents(self, segment_ids: np.ndarray) -> None:
         """Check the documents of packed rows, in host memory.

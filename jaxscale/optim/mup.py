@@ -23,7 +23,7 @@ import optax
 from flax import nnx
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, count
 from jaxscale.layout import STACKED, TensorInfo, abstract
 from jaxscale.optim.base import FusedTransformation, Optimizer, Schedule, Tree, apply_gradients
 
@@ -409,7 +409,7 @@ def _name(rate: float) -> str:
 def _notes(rates: Tree) -> tuple[str, ...]:
     factors = jax.tree.leaves(rates)
     return tuple(
-        f"the learning rate of {factors.count(r)} tensors is multiplied by {r:.6g}"
+        f"the learning rate of {count(factors.count(r), 'tensor')} is multiplied by {r:.6g}"
         for r in sorted(set(factors))
         if r != 1
     )

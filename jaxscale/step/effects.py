@@ -18,6 +18,7 @@ from jaxscale.models.base import FindsIdle
 from jaxscale.models.transformer_checks import not_default
 from jaxscale.optim import EightBit, ScheduleFreeAdamW, ScheduleFreeSGD, is_quantized, without_biases
 from jaxscale.optim.storage import check_fits
+from jaxscale.reading import clipped
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.state import Blueprint
 from pallas_kernels.blockwise import without_kernel
@@ -44,7 +45,10 @@ def without_effect(config: TrainConfig, blueprint: Blueprint) -> list[str]:
 
 
 def _short(value: object) -> str:
-    return getattr(value, "__name__", None) or repr(value)
+    text = getattr(value, "__name__", None) or repr(value)
+    if len(text) > 120 and isinstance(value, tuple):
+        return f"{len(value)} {type(value[0]).__name__}(...)"
+    return clipped(text, 120)
 
 
 def _of_run(c: TrainConfig, blueprint: Blueprint) -> Findings:

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Int
 
-from jaxscale.errors import ConfigError, LayoutError
+from jaxscale.errors import ConfigError, LayoutError, count
 from jaxscale.layout import Layout, Table, TensorInfo, constrain, fill, path_name, simulate, unfill
 from jaxscale.layout.schedules import forward_only
 from jaxscale.models.base import Stageable as StageableModel
@@ -260,9 +260,10 @@ class Pipelined:
         ]
         padded = sum(self.stages.padded)
         if padded:
+            groups = count(padded, "group of padding layers is", "groups of padding layers are")
             notes.append(
-                f"pipeline: layers do not divide evenly, so {padded} groups of padding layers are computed and "
-                f"ignored: {self.padded_bytes:,} bytes of parameters, and as many of gradients, over all stages, "
+                f"pipeline: layers do not divide evenly, so {groups} computed and ignored: "
+                f"{self.padded_bytes:,} bytes of parameters, and as many of gradients, over all stages, "
                 "during a step"
             )
         batch_axes = _batch_only_axes(self.blueprint.infos, self.layout)

@@ -210,3 +210,5 @@ def test_more_stages_than_layers_are_refused():
         LayoutError, "2 stages of 2 chunks has 4 virtual stages", "3 groups of layers", "1 chunk a stage"
     ):
         assign((3,), (2,), 2, 2)
+    with raises_saying(LayoutError, "only 1 group of layers;"):
+        assign((1,), (2,), 2, 1)

@@ -8,11 +8,14 @@ import pytest
 
 from jaxscale.errors import JaxscaleError
 from jaxscale.layout import Layout, Pipeline, Rules, preset
-from jaxscale.models import TransformerConfig
+from jaxscale.models import BlockConfig, TransformerConfig
 from jaxscale.models.positions import Learned
 from jaxscale.nn import (
     ExpertChoiceRouter,
+    GatedDeltaNet,
+    Mamba2,
     MemoryPolicy,
+    MixedHeads,
     MixtureOfExperts,
     MultiHead,
     MultiHeadLatent,
@@ -224,6 +227,17 @@ def test_what_a_refused_run_is_advised_passes(case):
         checked(**bad)
     for change in ways:
         checked(**{**bad, **change})
+
+
+def test_a_pattern_that_the_depth_cuts_is_one_short_warning():
+    blocks = (BlockConfig(Mamba2()), BlockConfig(MixedHeads()), BlockConfig(GatedDeltaNet()))
+    model = TransformerConfig(**MODEL, blocks=blocks)
+    config = TrainConfig(model=model, layout=None, **RUN)
+    (sentence,) = [s for s in without_effect(config, blueprint_of(config)[0]) if "Transformer.blocks" in s]
+    assert sentence == (
+        "Transformer.blocks = 3 BlockConfig(...) has no effect: those after the first 2 have no layer "
+        "(Transformer.depth)"
+    )
 
 
 def test_blocks_without_a_kernel_are_named_and_those_that_are_advised_have_one():

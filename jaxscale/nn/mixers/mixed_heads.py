@@ -14,8 +14,8 @@ from jaxtyping import Array, Float
 
 from jaxscale import errors
 from jaxscale.config import register
-from jaxscale.errors import ConfigError
-from jaxscale.layout import constrain, in_use, named
+from jaxscale.errors import ConfigError, LayoutError
+from jaxscale.layout import Layout, constrain, in_use, named
 from jaxscale.nn.attention import AttentionKernel
 from jaxscale.nn.cache import DecodeState, KeyValues, LayerCache, RecurrentState, StateArray
 from jaxscale.nn.context import Context
@@ -189,6 +189,15 @@ class MixedHeads(Mixer):
         if (self.softmax_heads or 0) > heads:
             raise ConfigError(
                 f"MixedHeads.softmax_heads = {self.softmax_heads}: the layer has {heads} heads; use at most {heads}"
+            )
+
+    def check_layout(self, config: Any, layout: Layout) -> None:
+        """See `Mixer`."""
+        heads, pieces, n = self.heads or config.sizes.heads, layout.split("heads", "params"), self.softmax_heads
+        if n is not None and n % pieces and heads % pieces == 0:
+            raise LayoutError(
+                f"MixedHeads.softmax_heads = {n}: {layout} shards heads over {pieces} devices, and {pieces} does not "
+                f"divide {n}; the nearest softmax_heads that it divides is {round(n / pieces) * pieces}"
             )
 
     def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxscale.errors import LayoutError
+from jaxscale.errors import LayoutError, count
 from jaxscale.layout import current
 from jaxscale.layout.rules import Kind
 
@@ -99,18 +99,18 @@ def assign(repeats: tuple[int, ...], weights: tuple[int, ...], stages: int, chun
     virtual, total = stages * chunks, sum(repeats)
     if virtual > total:
         what = f"{stages} stages" + (f" of {chunks} chunks" if chunks > 1 else "")
-        group = "layers" if max(weights) == 1 else "groups of layers"
+        group = ("layer", "layers") if max(weights) == 1 else ("group of layers", "groups of layers")
 
         def fewer(n: int) -> int:  # divides `stages`, so that other dimensions over `pipeline` still divide
             return max((d for d in range(1, min(n, stages) + 1) if stages % d == 0), default=1)
 
         ways = [f"pipeline={fewer(total // chunks)}"] if fewer(total // chunks) > 1 else []
-        if chunks > 1 and (one := fewer(total)) > 1:
-            with_ = "" if one == stages else f"pipeline={one} and "
+        if chunks > 1 and (axis := fewer(total)) > 1:
+            with_ = "" if axis == stages else f"pipeline={axis} and "
             ways.append(f"{with_}a schedule of 1 chunk a stage, such as 'lockstep'")
         ways = ways or ["a mesh without pipeline"]
         raise LayoutError(
-            f"a pipeline of {what} has {virtual} virtual stages, and the model has only {total} {group}; use "
+            f"a pipeline of {what} has {virtual} virtual stages, and the model has only {count(total, *group)}; use "
             f"{', or '.join(ways)}, or at least {virtual * max(weights)} layers"
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,8 @@ import pytest
 from flax import nnx
 
 import jaxscale as js
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, LayoutError
+from jaxscale.layout import Layout
 from jaxscale.models import BlockConfig, TransformerConfig
 from jaxscale.nn import Context, MixedHeads, dot_product_attention
 from jaxscale.nn.mixers import harden
@@ -87,3 +90,11 @@ def test_what_it_cannot_do_is_refused():
         MixedHeads(by="row")
     with pytest.raises(ConfigError, match=r"softmax_heads = -1: must be a whole number of at least 0, or None"):
         MixedHeads(-1)
+    config = TransformerConfig(width=16, heads=4, blocks=(BlockConfig(MixedHeads(3)),))
+    with (
+        Layout("tensor=2"),
+        pytest.raises(LayoutError, match="softmax_heads = 3: .*tensor=2.* the nearest softmax_heads .* is 4"),
+    ):
+        config.check_row(8)
+    with Layout("tensor=2"):
+        dataclasses.replace(config, blocks=(BlockConfig(MixedHeads(4)),)).check_row(8)

@@ -255,6 +255,17 @@ def test_tensors_of_another_shape_or_type_are_refused_by_the_weights_name(tmp_pa
             "a.weight has 4 scales for the 64 inputs of an output, and config_groups in quantization_config says "
             "group_size = 32, which makes 2",
         ),
+        (
+            {**LAYOUTS["nvfp4"][0], **_groups(8)},
+            "a.weight are nvfp4, and config_groups in quantization_config says num_bits = 8; in nvfp4 it is 4",
+        ),
+        ({**LAYOUTS["nvfp4"][0], **_groups(4, type="int")}, "says type = 'int'; in nvfp4 it is 'float'"),
+        ({**LAYOUTS["nvfp4"][0], **_groups(4, symmetric=False)}, "says symmetric = False; in nvfp4 it is True"),
+        (
+            {**LAYOUTS["nvfp4"][0], **_groups(4, strategy="channel")},
+            "says strategy = 'channel'; in nvfp4 it is 'tensor_group'",
+        ),
+        (_ct("pack-quantized", 4), "says format = 'pack-quantized'; in nvfp4 it is 'nvfp4-pack-quantized'"),
         ({**LAYOUTS["nvfp4"][0], "sparsity_config": [1]}, "has sparsity_config = [1], which is not an object"),
     ],
 )
@@ -263,6 +274,31 @@ def test_settings_that_are_not_those_of_the_tensors_are_refused(tmp_path, config
     with pytest.raises(CheckpointError) as e:
         _decoded(_write(tmp_path, made, config))
     assert message in str(e.value)
+
+
+@pytest.mark.parametrize("over", [-2.0, 0.0, 3])
+def test_a_global_scale_that_is_no_positive_float_is_refused(tmp_path, over):
+    made = {f"a{key}": tensor for key, tensor in packed.nvfp4(_matrix())[0].items()}
+    made["a.weight_global_scale"] = np.array([over], np.int32 if over == 3 else np.float32)
+    with pytest.raises(CheckpointError, match=r"weight_global_scale of a.weight|together: .*global I32 \[1\]"):
+        got = _decoded(_write(tmp_path, made, LAYOUTS["nvfp4"][0]))
+        with pytest.raises(CheckpointError, match="weight_global_scale of a.weight"):
+            got.planes("a.weight")
+        with got.reading("a.weight"):
+            pass
+
+
+@pytest.mark.parametrize("name", ["int8", "int8 packed"])
+def test_one_scale_is_not_read_for_a_matrix_whose_settings_say_more(tmp_path, name):
+    made = {f"a{key}": tensor for key, tensor in LAYOUTS[name][1](_matrix())[0].items()}
+    made["a.weight_scale"] = made["a.weight_scale"].reshape(-1)[:1]
+    for settings, message in (
+        (dict(strategy="channel"), "a.weight has 1 scale, and .* strategy = 'channel', which makes 40"),
+        (dict(strategy="group", group_size=16), "a.weight has 1 scale, and .* 16, which makes 40 x 4"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            _decoded(_write(tmp_path, made, {**LAYOUTS[name][0], **_groups(8, **settings)}))
+    _decoded(_write(tmp_path, made, {**LAYOUTS[name][0], **_groups(8, strategy="tensor")}))
 
 
 @pytest.mark.parametrize("what", ["compressed-tensors", "GPT-OSS"])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale import reading
-from jaxscale.errors import CheckpointError, near
+from jaxscale.errors import CheckpointError, count, near
 from jaxscale.interop.fields import Fields, plain_pattern, short
 from jaxscale.interop.safetensors import DTYPES
 from jaxscale.interop.stored.bits import e2m1, pack, pack_along, unpack, words_of
@@ -109,7 +109,8 @@ class CompressedTensors(QuantisedLayout):
             columns *= 2
             types = ("F8_E4M3",) if "global" in entries else ("U8",)
             fits = groups > 0 and columns % groups == 0
-            fits = fits and ("global" not in entries or entries["global"].shape in ((), (1,)))
+            over = entries.get("global")
+            fits = fits and (over is None or over.shape in ((), (1,)) and over.dtype in SCALES)
         else:
             fits = codes.dtype in ("I8", *FLOATS)
         grid = scale.shape in grids((rows, columns), self._block(name)) or 0 < groups <= columns
@@ -122,7 +123,9 @@ class CompressedTensors(QuantisedLayout):
                 raise misfit(name, entries)
         if "group" in entries and entries["group"].shape != (columns,):
             raise misfit(name, entries)
-        self._check_groups(name, columns, groups)
+        if codes.dtype == "U8":
+            self._check_fp4(name, "nvfp4" if "global" in entries else "mxfp4")
+        self._check_scales(name, (rows, columns), groups, math.prod(scale.shape))
         self._shapes[name] = rows, columns
         return rows, columns
 
@@ -134,7 +137,7 @@ class CompressedTensors(QuantisedLayout):
             values = e2m1(codes)
             scale = powers(name, scale) if scale.dtype == np.uint8 else scale.astype(np.float32)
             if "global" in arrays:
-                scale = scale / arrays["global"].astype(np.float32)
+                scale = scale / _over(name, arrays["global"])
         elif "shape" in arrays:
             bits = self._bits(name)
             half = np.float32(2 ** (bits - 1))
@@ -191,9 +194,8 @@ class CompressedTensors(QuantisedLayout):
         codes, scale = arrays["codes"], arrays["scale"]
         scale = scale if scale.ndim == 2 else scale.reshape(-1, 1)
         if codes.dtype == np.uint8:
-            real, over = (
-                (powers(name, scale), None) if scale.dtype == np.uint8 else (scale, arrays["global"].reshape(1, 1))
-            )
+            over = _over(name, arrays["global"]).reshape(1, 1) if "global" in arrays else None
+            real = powers(name, scale) if over is None else scale
             finite(name, "the scale", real if over is None else real.astype(np.float32) / over)
             return Planes(unpack(codes, 4, self._shapes[name][1]), scale.view(np.uint8), over=over)
         if codes.dtype != np.int32:
@@ -293,16 +295,47 @@ class CompressedTensors(QuantisedLayout):
             raise CheckpointError(f"no entry of config_groups in quantization_config is for {module}")
         return (named or kinds)[0]
 
-    def _check_groups(self, name: str, columns: int, groups: int) -> None:
-        """Check that the scales of a weight are as many as quantization_config says."""
+    def _check_fp4(self, name: str, kind: str) -> None:
+        """Check that quantization_config says of a weight in fp4 that it is one."""
         scheme = self._scheme(name)
-        size = scheme.get("group_size")
-        if scheme.get("strategy") not in ("group", "tensor_group") or not isinstance(size, int) or size < 1:
-            return
-        if groups and groups != -(-columns // size):
+        strategies = (None, "tensor_group" if kind == "nvfp4" else "group")
+        known: dict[str, tuple[Any, ...]] = {
+            "num_bits": (4,),
+            "type": (None, "float"),
+            "symmetric": (None, True),
+            "strategy": strategies,
+        }
+        for field, values in known.items():
+            if scheme.get(field) not in values:
+                raise CheckpointError(
+                    f"the tensors of {name} are {kind}, and config_groups in quantization_config says {field} = "
+                    f"{short(scheme.get(field))}; in {kind} it is {short(values[-1])}"
+                )
+        formats = (f"{kind}-pack-quantized", "mixed-precision")
+        if self._format not in formats:
             raise CheckpointError(
-                f"{name} has {groups} scales for the {columns} inputs of an output, and config_groups in "
-                f"quantization_config says group_size = {size}, which makes {-(-columns // size)}"
+                f"the tensors of {name} are {kind}, and quantization_config says format = {short(self._format)}; in "
+                f"{kind} it is {short(formats[0])}"
+            )
+
+    def _check_scales(self, name: str, shape: tuple[int, int], groups: int, scales: int) -> None:
+        """Check that the scales of a weight are as many as quantization_config says."""
+        scheme, (rows, columns) = self._scheme(name), shape
+        strategy, size = scheme.get("strategy"), scheme.get("group_size")
+        what = f"config_groups in quantization_config says strategy = {short(strategy)}"
+        if strategy == "channel" and scales != rows:
+            raise CheckpointError(f"{name} has {count(scales, 'scale')}, and {what}, which makes {rows}")
+        if strategy not in ("group", "tensor_group") or not isinstance(size, int) or size < 1:
+            return
+        need = -(-columns // size)
+        if not groups and rows * need != scales:
+            raise CheckpointError(
+                f"{name} has {count(scales, 'scale')}, and {what} with group_size = {size}, which makes {rows} x {need}"
+            )
+        if groups and groups != need:
+            raise CheckpointError(
+                f"{name} has {count(groups, 'scale')} for the {columns} inputs of an output, and config_groups in "
+                f"quantization_config says group_size = {size}, which makes {need}"
             )
 
     def _bits(self, name: str) -> int:
@@ -345,6 +378,17 @@ def _schemes(config: Fields) -> list[tuple[list[str], dict[str, Any]]]:
             raise CheckpointError(f"{where} has input_activations = {short(inputs)}, which are no settings")
         schemes.append(([str(t) for t in targets], {**weights, _INPUTS: inputs}))
     return schemes
+
+
+def _over(name: str, over: np.ndarray) -> np.ndarray:
+    """Return the number that the scales of nvfp4 are divided by, float32."""
+    over = finite(name, "weight_global_scale", over)
+    if not (over > 0).all():
+        raise CheckpointError(
+            f"weight_global_scale of {name} is {over.reshape(-1)[0]:g}, and must be above 0; the file is damaged, "
+            "download it again"
+        )
+    return over
 
 
 def _token_bits(scheme: dict[str, Any]) -> int | None:

@@ -32,7 +32,7 @@ class MXFP4Experts(QuantisedLayout):
         """See `QuantisedLayout.shape`."""
         codes, scale = entries["codes"], entries["scale"]
         four = len(codes.shape) == 4 and codes.shape[:3] == scale.shape
-        if not four or codes.dtype != "U8" or scale.dtype != "U8":
+        if not four or codes.shape[3] != 16 or codes.dtype != "U8" or scale.dtype != "U8":
             raise misfit(name, entries)
         experts, outputs, blocks, half = codes.shape
         return experts, 2 * half * blocks, outputs

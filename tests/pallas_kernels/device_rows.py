@@ -164,7 +164,7 @@ def _withdrawn_case(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         return op, {"direction": "forward" if part in ("out", "lse") else "backward", "dtype": dtype}
     if op == "linear_cross_entropy":  # the kernel is the forward pass, and the gradient uses its log-sum-exp
         return op, {"direction": "forward", "dtype": dtype}
-    if op in ("chunked_recurrence", "fftconv"):  # both directions have the same steps
+    if op in ("chunked_recurrence", "fftconv", "grouped_matmul"):  # both directions have the same steps
         return op, {"facts.dtype": dtype}
     if part == "backward" and op != "logsumexp":  # whose gradient uses the kernel's result
         op = f"{op}_backward"

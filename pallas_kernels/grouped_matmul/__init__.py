@@ -1,0 +1,118 @@
+"""Products of rows and the matrices of their groups, as of tokens and their experts, and their gradients.
+
+    y = grouped_matmul(rows, matrices, sizes)     # (m, k), (groups, k, n) -> (m, n)
+    dw = grouped_outer(rows, dy, sizes)           # (m, k), (m, n) -> (groups, k, n)
+
+Rows are sorted by group and `sizes` says how many each group has, known only when the program runs: groups may be
+empty, hold everything, or end anywhere in a tile (Gale et al. 2023, MegaBlocks).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.grouped_matmul import tpu, xla
+from pallas_kernels.grouped_matmul.inputs import Facts, checked_matmul, checked_outer
+
+__all__ = ["IMPLEMENTATIONS", "grouped_matmul", "grouped_outer"]
+
+
+def grouped_matmul(
+    rows: jax.Array,
+    matrices: jax.Array,
+    sizes: jax.Array,
+    *,
+    transposed: bool = False,
+    out_dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Return each row times the matrix of its group, summed in float32 (in int32 for int8).
+
+    First-order differentiable in reverse mode in rows and matrices. Products of float32 are exact to float32.
+
+    Args:
+      rows: (m, k), sorted by group, of a dtype of `inputs.DTYPES`.
+      matrices: (groups, k, n) in the same dtype; (groups, n, k) with `transposed`.
+      sizes: integers (groups,), the rows of each group; their sum is at most m.
+      transposed: multiply by the transposed matrices.
+      out_dtype: dtype of the output; by default the operands', int32 for int8 and float32 for 8-bit floats.
+      implementation: "mosaic_tpu", "xla", or `None` for the best here.
+
+    Returns:
+      (m, n); 0 in rows after the last group.
+
+    Raises:
+      KernelError: shapes or dtypes do not fit, or a named implementation does not support this here.
+    """
+    facts, sizes = checked_matmul(rows, matrices, sizes, transposed, out_dtype)
+    return _product(facts, implementation, rows, matrices, sizes)
+
+
+def grouped_outer(
+    left: jax.Array,
+    right: jax.Array,
+    sizes: jax.Array,
+    *,
+    out_dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Return for each group the sum of the outer products of its rows, as the matrices' gradient is.
+
+    First-order differentiable in reverse mode in left and right.
+
+    Args:
+      left: (m, k), sorted by group, of a dtype of `inputs.DTYPES`.
+      right: (m, n) in the same dtype.
+      sizes: integers (groups,), the rows of each group; rows after the last group count for nothing.
+      out_dtype: as for `grouped_matmul`.
+      implementation: as for `grouped_matmul`.
+
+    Returns:
+      (groups, k, n); 0 for empty groups.
+
+    Raises:
+      KernelError: as `grouped_matmul`.
+    """
+    facts, sizes = checked_outer(left, right, sizes, out_dtype)
+    return _product(facts, implementation, left, right, sizes)
+
+
+IMPLEMENTATIONS = (
+    Implementation("mosaic_tpu", ("tpu",), tpu.supported, tpu.run),
+    Implementation("xla", (), xla.supported, xla.run),
+)
+"""Best first."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(
+    facts: Facts, implementation: str | None, left: jax.Array, right: jax.Array, sizes: jax.Array
+) -> jax.Array:
+    return dispatch("grouped_matmul", IMPLEMENTATIONS, (left, right, sizes), {"facts": facts}, implementation)
+
+
+def _forward(facts: Facts, implementation: str | None, *arrays: jax.Array) -> Any:
+    return _product(facts, implementation, *arrays), arrays
+
+
+def _backward(facts: Facts, implementation: str | None, residuals: Any, dy: jax.Array) -> Any:
+    left, right, sizes = residuals
+    dy = dy.astype(left.dtype)
+    matmul = functools.partial(grouped_matmul, sizes=sizes, implementation=implementation)
+    outer = functools.partial(grouped_outer, sizes=sizes, implementation=implementation, out_dtype=right.dtype)
+    if facts.product == "outer":  # dy is a matrix for each group
+        dleft = matmul(right, dy, transposed=True, out_dtype=left.dtype)
+        dright = matmul(left, dy, out_dtype=right.dtype)
+    else:
+        dleft = matmul(dy, right, transposed=not facts.transposed, out_dtype=left.dtype)
+        dright = outer(dy, left) if facts.transposed else outer(left, dy)
+    return dleft, dright, np.zeros(sizes.shape, jax.dtypes.float0)
+
+
+_product.defvjp(_forward, _backward)

@@ -1,0 +1,319 @@
+"""The grouped products on TPUs: a grid over steps, each one group's share of a tile of rows.
+
+Which group and which tile a step has is computed on the device from the sizes, before the kernel, and given to it in
+SMEM; the number of steps is part of the grid, so that empty groups take no step. Of a tile that several groups share,
+only the parts of `PART` rows that a group reaches into are multiplied.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.dispatch import Target
+from pallas_kernels.grouped_matmul import examples
+from pallas_kernels.grouped_matmul.inputs import Facts
+from pallas_kernels.tiles import lookup
+
+__all__ = ["DTYPES", "PART", "Steps", "configurations", "multiplied_rows", "run", "steps_of", "supported", "tile_of"]
+
+LANES = 128
+PART = 128
+"""Rows of a tile that are multiplied together where several groups share the tile."""
+DTYPES = ("float32", "bfloat16")
+OUTPUTS = ("float32", "bfloat16")
+VMEM = 56 * 2**20
+"""Bytes of VMEM that a kernel may use: less than any generation has."""
+
+Tile = tuple[int, int, int]
+"""Rows, columns of k, columns of n."""
+
+
+def supported(target: Target, *, facts: Facts) -> str | None:
+    """Return why the kernel cannot serve a case, or `None`."""
+    if facts.dtype not in DTYPES or facts.right not in DTYPES:
+        return f"TPUs compute in {' and '.join(DTYPES)}, and {facts.dtype} is left to XLA"
+    if facts.out not in OUTPUTS:
+        return f"the output is {' or '.join(OUTPUTS)}, not {facts.out}"
+    if not min(facts.m, facts.k, facts.n, facts.groups):
+        return "an operand is empty"
+    if (needed := _vmem(facts, tile := tile_of(target, facts))) > VMEM:
+        return f"a tile of {' x '.join(map(str, tile))} takes {needed} bytes of VMEM, over {VMEM}"
+    return None
+
+
+def tile_of(target: Target, facts: Facts) -> Tile:
+    """Return the tile of a case, as near to the table's as its shapes allow.
+
+    Args:
+      target: the device.
+      facts: of the product.
+    """
+    want = lookup("grouped_matmul", target.kind or "TPU", product=facts.product, dtype=facts.dtype)
+    rows = facts.m if facts.m <= want["rows"] else want["rows"]
+    n = min(facts.n, want["n"])
+    if facts.product == "outer":
+        return rows, min(facts.k, want["k"]), n
+    # a matmul sums over k, so its tiles divide it: with one tile, a group's matrix is read once
+    whole = LANES * (facts.k // LANES)
+    fits = [d for d in range(LANES, min(want["k"], whole) + 1, LANES) if facts.k % d == 0]
+    tile = (rows, facts.k, n)
+    return tile if _vmem(facts, tile) <= VMEM or not fits else (rows, fits[-1], n)
+
+
+def _vmem(facts: Facts, tile: Tile) -> int:
+    rows, k, n = tile
+    item, out = (4 if d == "float32" else 2 for d in (facts.dtype, facts.out))
+    if facts.product == "outer":
+        return 2 * rows * (k + n) * item + k * n * (8 + 2 * out)
+    return 2 * (rows + n) * k * item + rows * n * (8 + 2 * out)
+
+
+class Steps(NamedTuple):
+    """What each step of the grid does, int32.
+
+    Args:
+      group: (steps,) its group; for the rows after the last group, the number of groups.
+      tile: (steps,) its tile of rows.
+      read: (steps,) the tile of rows that it reads: of a step that reads none, that of the step before.
+      starts: (groups + 2,) the first row of each group, of the rows after them, and m.
+      count: () the steps that there are; the others are after them.
+    """
+
+    group: jax.Array
+    tile: jax.Array
+    read: jax.Array
+    starts: jax.Array
+    count: jax.Array
+
+
+def steps_of(sizes: jax.Array, m: int, rows: int, *, outer: bool) -> Steps:
+    """Return the steps of a product.
+
+    Args:
+      sizes: rows of each group, int32.
+      m: all rows.
+      rows: rows of a tile.
+      outer: a step for each empty group, to write zeros, and none for the rows after the last group; else a step for
+        each tile of those rows, to write zeros, and none for empty groups.
+    """
+    groups, tiles = len(sizes), pl.cdiv(m, rows)
+    ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), m)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends, jnp.full(1, m, jnp.int32)])
+    begin, end = starts[:-1], starts[1:]
+    first, last = begin // rows, (end - 1) // rows
+    some = end > begin
+    each = jnp.where(some, last - first + 1, 0)
+    if outer:
+        each = jnp.where(some, each, 1)[:groups]
+    upto = jnp.cumsum(each)
+    count = upto[-1]
+    most = tiles + groups
+    step = jnp.minimum(jnp.arange(most, dtype=jnp.int32), count - 1)
+    group = jnp.sum(step[:, None] >= upto[None, :-1], axis=1, dtype=jnp.int32)
+    tile = first[group] + step - (upto - each)[group]
+    reads = some[group] & (group < groups)
+    read = lax.cummax(jnp.where(reads, tile, 0))  # tiles never go down
+    return Steps(group, jnp.minimum(tile, tiles - 1), read, starts, count)
+
+
+def multiplied_rows(sizes: Any, m: int, rows: int) -> int:
+    """Return the rows that a kernel multiplies, those of parts that are multiplied twice counted twice.
+
+    Args:
+      sizes: rows of each group, known.
+      m: all rows.
+      rows: rows of a tile.
+    """
+    total = begin = 0
+    for size in map(int, sizes):
+        end = min(begin + size, m)
+        if end > begin:
+            for tile in range(begin // rows, (end - 1) // rows + 1):
+                low, high = max(begin, tile * rows), min(end, (tile + 1) * rows)
+                part = _part(rows)
+                whole = high - low == rows
+                total += rows if whole else ((high - 1) // part - low // part + 1) * part
+        begin = end
+    return total
+
+
+def _part(rows: int) -> int:
+    """Rows of a part of a tile."""
+    return PART if rows % PART == 0 else rows
+
+
+def run(target: Target, left: jax.Array, right: jax.Array, sizes: jax.Array, *, facts: Facts) -> jax.Array:
+    """Return the product; see `dispatch.Implementation`."""
+    outer = facts.product == "outer"
+    rows, bk, bn = tile_of(target, facts)
+    steps = steps_of(sizes, facts.m, rows, outer=outer)
+    part, groups = _part(rows), facts.groups
+    grid_k, grid_n = pl.cdiv(facts.k, bk), pl.cdiv(facts.n, bn)
+
+    if outer:
+        grid: Any = (grid_k, grid_n, steps.count)
+        in_specs = [
+            pl.BlockSpec((rows, bk), lambda k, n, s, group, tile, read, starts: (read[s], k)),
+            pl.BlockSpec((rows, bn), lambda k, n, s, group, tile, read, starts: (read[s], n)),
+        ]
+        out_spec = pl.BlockSpec((None, bk, bn), lambda k, n, s, group, tile, read, starts: (group[s], k, n))
+        out_shape: Any = (groups, facts.k, facts.n)
+        acc = (bk, bn)
+    else:
+        grid = (grid_n, steps.count, grid_k)
+
+        def depth(s: Any, k: Any, group: Any) -> Any:  # rows after the last group read nothing new
+            return jnp.where(group[s] == groups, grid_k - 1, k)
+
+        def matrix(n: Any, s: Any, k: Any, group: Any, tile: Any, read: Any, starts: Any) -> Any:
+            here = jnp.minimum(group[s], groups - 1), depth(s, k, group), n
+            return (here[0], here[2], here[1]) if facts.transposed else here
+
+        in_specs = [
+            pl.BlockSpec((rows, bk), lambda n, s, k, group, tile, read, starts: (read[s], depth(s, k, group))),
+            pl.BlockSpec((None, bn, bk) if facts.transposed else (None, bk, bn), matrix),
+        ]
+        out_spec = pl.BlockSpec((rows, bn), lambda n, s, k, group, tile, read, starts: (tile[s], n))
+        out_shape, acc = (facts.m, facts.n), (rows, bn)
+    kernel = functools.partial(_outer if outer else _matmul, facts=facts, rows=rows, part=part, grid_k=grid_k)
+    item = jnp.dtype(facts.dtype).itemsize
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=grid,
+            in_specs=in_specs,
+            out_specs=out_spec,
+            scratch_shapes=[pltpu.VMEM(acc, jnp.float32)],
+        ),
+        out_shape=jax.ShapeDtypeStruct(out_shape, facts.out),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel" if outer else "arbitrary", "arbitrary"),
+            vmem_limit_bytes=VMEM + 8 * 2**20,
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * (facts.m + PART * min(groups - 1, facts.m)) * facts.k * facts.n,
+            transcendentals=0,
+            bytes_accessed=item
+            * (facts.m * facts.k * grid_n + facts.m * facts.n * grid_k + facts.groups * facts.k * facts.n),
+        ),
+        interpret=target.tpu(),
+        name=f"grouped_{facts.product}",
+    )(*steps[:4], left, right)
+
+
+def _dot(left: jax.Array, right: jax.Array, dims: tuple[int, int]) -> jax.Array:
+    precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else lax.Precision.DEFAULT
+    numbers = (((dims[0],), (dims[1],)), ((), ()))
+    return lax.dot_general(left, right, numbers, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _inside(first: Any, low: Any, high: Any, shape: tuple[int, int]) -> jax.Array:
+    """Return which rows of a block that begins at row `first` a group of rows low to high has."""
+    row = first + lax.broadcasted_iota(jnp.int32, shape, 0)
+    return (row >= low) & (row < high)
+
+
+def _parts(rows: int, part: int, first: Any, low: Any, high: Any, do: Callable[[Any, Any], None]) -> None:
+    """Call `do(offset, row)` for each part of a tile that a group of rows low to high reaches into."""
+    begin = lax.div(jnp.maximum(low - first, 0), part)
+    end = lax.div(jnp.minimum(high - first, rows) - 1, part) + 1
+
+    def of_part(i: Any, carry: Any) -> Any:
+        at = pl.multiple_of(i * part, part)
+        do(at, first + at)
+        return carry
+
+    lax.fori_loop(begin, end, of_part, 0)
+
+
+def _matmul(
+    group: Any, tile: Any, read: Any, starts: Any, rows_ref: Any, matrix_ref: Any, out_ref: Any, acc_ref: Any,
+    *, facts: Facts, rows: int, part: int, grid_k: int,
+) -> None:  # fmt: skip
+    s, k = pl.program_id(1), pl.program_id(2)
+    g, first = group[s], tile[s] * rows
+    low, high = starts[g], starts[g + 1]
+    whole, after = (low <= first) & (high >= first + rows), g == facts.groups
+    dims = (1, 1 if facts.transposed else 0)
+
+    def add(at: Any, size: int) -> jax.Array:
+        """Return the sum of a part up to this tile of k, which is kept for the next."""
+        at_rows = pl.ds(at, size)
+        value = _dot(rows_ref[at_rows, :], matrix_ref[...], dims)
+        return value if grid_k == 1 else value + jnp.where(k == 0, 0.0, acc_ref[at_rows, :])
+
+    def store(at: Any, size: int, begin: Any, masked: bool) -> None:
+        value = add(at, size)
+        if grid_k > 1:
+            acc_ref[pl.ds(at, size), :] = value
+
+        @pl.when(k == grid_k - 1)
+        def _() -> None:
+            done = value
+            if masked:
+                inside = _inside(begin, low, high, value.shape)
+                done = jnp.where(inside, value, out_ref[pl.ds(at, size), :].astype(jnp.float32))
+            out_ref[pl.ds(at, size), :] = done.astype(out_ref.dtype)
+
+    @pl.when(whole & ~after)
+    def _() -> None:
+        store(0, rows, first, False)
+
+    @pl.when(~whole & ~after)
+    def _() -> None:
+        _parts(rows, part, first, low, high, lambda at, begin: store(at, part, begin, True))
+
+    @pl.when(after & (k == grid_k - 1))
+    def _() -> None:
+        inside = _inside(first, low, high, out_ref.shape)
+        out_ref[...] = jnp.where(inside, 0.0, out_ref[...].astype(jnp.float32)).astype(out_ref.dtype)
+
+
+def _outer(
+    group: Any, tile: Any, read: Any, starts: Any, left_ref: Any, right_ref: Any, out_ref: Any, acc_ref: Any,
+    *, facts: Facts, rows: int, part: int, grid_k: int,
+) -> None:  # fmt: skip
+    s = pl.program_id(2)
+    g, first = group[s], tile[s] * rows
+    low, high = starts[g], starts[g + 1]
+    whole = (low <= first) & (high >= first + rows)
+
+    # the first tile of a group is that of its first row, the last that of its last one; an empty group has one step
+    @pl.when((high <= low) | (tile[s] == low // rows))
+    def _() -> None:
+        acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
+
+    @pl.when(whole)
+    def _() -> None:
+        acc_ref[...] += _dot(left_ref[...], right_ref[...], (0, 0))
+
+    def some(at: Any, begin: Any) -> None:
+        """Add a part's rows of the group; of both operands, since the others may be infinite."""
+
+        def own(ref: Any) -> jax.Array:
+            x = ref[pl.ds(at, part), :].astype(jnp.float32)
+            return jnp.where(_inside(begin, low, high, x.shape), x, 0.0).astype(ref.dtype)
+
+        acc_ref[...] += _dot(own(left_ref), own(right_ref), (0, 0))
+
+    @pl.when(~whole & (high > low))
+    def _() -> None:
+        _parts(rows, part, first, low, high, some)
+
+    @pl.when((high <= low) | (tile[s] == (high - 1) // rows))
+    def _() -> None:
+        out_ref[...] = acc_ref[...].astype(out_ref.dtype)
+
+
+def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    """Yield (name, function, shapes) of what ships, for the gate."""
+    yield from examples.cases(run)

@@ -84,14 +84,14 @@ class Steps(NamedTuple):
       tile: (steps,) its tile of rows.
       read: (steps,) the tile of rows that it reads: of a step that reads none, that of the step before.
       starts: (groups + 2,) the first row of each group, of the rows after them, and m.
-      count: () the steps that there are; the others are after them.
+      steps: () the steps that there are; the others are after them.
     """
 
     group: jax.Array
     tile: jax.Array
     read: jax.Array
     starts: jax.Array
-    count: jax.Array
+    steps: jax.Array
 
 
 def steps_of(sizes: jax.Array, m: int, rows: int, *, outer: bool) -> Steps:
@@ -159,7 +159,7 @@ def run(target: Target, left: jax.Array, right: jax.Array, sizes: jax.Array, *, 
     grid_k, grid_n = pl.cdiv(facts.k, bk), pl.cdiv(facts.n, bn)
 
     if outer:
-        grid: Any = (grid_k, grid_n, steps.count)
+        grid: Any = (grid_k, grid_n, steps.steps)
         in_specs = [
             pl.BlockSpec((rows, bk), lambda k, n, s, group, tile, read, starts: (read[s], k)),
             pl.BlockSpec((rows, bn), lambda k, n, s, group, tile, read, starts: (read[s], n)),
@@ -168,7 +168,7 @@ def run(target: Target, left: jax.Array, right: jax.Array, sizes: jax.Array, *, 
         out_shape: Any = (groups, facts.k, facts.n)
         acc = (bk, bn)
     else:
-        grid = (grid_n, steps.count, grid_k)
+        grid = (grid_n, steps.steps, grid_k)
 
         def depth(s: Any, k: Any, group: Any) -> Any:  # rows after the last group read nothing new
             return jnp.where(group[s] == groups, grid_k - 1, k)
@@ -216,7 +216,7 @@ def _dot(left: jax.Array, right: jax.Array, dims: tuple[int, int]) -> jax.Array:
     return lax.dot_general(left, right, numbers, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _inside(first: Any, low: Any, high: Any, shape: tuple[int, int]) -> jax.Array:
+def _inside(first: Any, low: Any, high: Any, shape: tuple[int, ...]) -> jax.Array:
     """Return which rows of a block that begins at row `first` a group of rows low to high has."""
     row = first + lax.broadcasted_iota(jnp.int32, shape, 0)
     return (row >= low) & (row < high)

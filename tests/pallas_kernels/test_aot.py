@@ -128,9 +128,9 @@ def test_the_gates_command_names_an_op_without_kernels_for_the_backend(capsys):
 
 @pytest.mark.parametrize("backend", ["gpu", "tpu"])
 def test_the_gate_finds_configurations_of_every_op_that_has_kernels_for_the_backend(backend):
-    found = {op: next(gate.configurations(op, backend), None) for op in gate.operations(backend)}
+    first_of = {op: next(gate.configurations(op, backend), None) for op in gate.operations(backend)}
     needs_newer_jax = {"stored_matmul"} if backend == "gpu" else set()
-    assert {op for op, first in found.items() if first is None} <= needs_newer_jax
+    assert {op for op, first in first_of.items() if first is None} <= needs_newer_jax
 
 
 @TPU

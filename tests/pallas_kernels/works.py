@@ -34,6 +34,7 @@ def works() -> Iterator[Work]:
     yield from _decode_works()
     yield from _recurrence_works()
     yield from _convolution_works()
+    yield from _grouped_works()
 
 
 # softmax ---------------------------------------------------------------------------------------------------------
@@ -319,3 +320,14 @@ def _convolution_works() -> Iterator[Work]:
             yield Work(
                 "fftconv", feature, dtype, ("y", "dx", "dkernel"), functools.partial(program, taps, packed, dtype)
             )
+
+
+# grouped products --------------------------------------------------------------------------------------------------
+
+
+def _grouped_works() -> Iterator[Work]:
+    from tests.pallas_kernels.grouped_matmul.cases import PARTS, SIZES, program
+
+    for feature in list(SIZES)[1:3]:
+        for dtype in ("float32", "bfloat16", "float16"):
+            yield Work("grouped_matmul", feature, dtype, PARTS, functools.partial(program, feature, dtype))

@@ -76,7 +76,7 @@ def test_steps_have_each_groups_tiles_in_order_and_none_for_what_is_empty(outer)
             elif outer and group < len(sizes):
                 want += [(group, min(begin // rows, m // rows))]
             begin += size
-        count = int(got.count)
+        count = int(got.steps)
         assert list(zip(got.group[:count], got.tile[:count], strict=True)) == want
         assert (np.diff(got.read) >= 0).all() and len(got.group) >= count
 

@@ -14,13 +14,17 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.grouped_matmul import tpu, xla
 from pallas_kernels.grouped_matmul.inputs import Facts, checked_matmul, checked_outer
 
-__all__ = ["IMPLEMENTATIONS", "grouped_matmul", "grouped_outer"]
+__all__ = ["IMPLEMENTATIONS", "NAMES", "grouped_matmul", "grouped_outer"]
+
+NAMES = ("grouped_matmul",)
+"""Name of the result of `grouped_matmul`, for a `jax.checkpoint` policy."""
 
 
 def grouped_matmul(
@@ -51,7 +55,7 @@ def grouped_matmul(
       KernelError: shapes or dtypes do not fit, or a named implementation does not support this here.
     """
     facts, sizes = checked_matmul(rows, matrices, sizes, transposed, out_dtype)
-    return _product(facts, implementation, rows, matrices, sizes)
+    return checkpoint_name(_product(facts, implementation, rows, matrices, sizes), NAMES[0])
 
 
 def grouped_outer(

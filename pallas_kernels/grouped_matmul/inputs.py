@@ -14,7 +14,7 @@ from pallas_kernels.errors import KernelError
 
 __all__ = ["DTYPES", "Facts", "checked_matmul", "checked_outer"]
 
-DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2")
+DTYPES = ("float64", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2")
 """Dtypes of operands."""
 
 

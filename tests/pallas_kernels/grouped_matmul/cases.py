@@ -15,7 +15,7 @@ from tests.pallas_kernels.comparison import Program, draws
 
 SIZES: dict[str, tuple[int, ...]] = {
     "even": (128, 128, 128, 128),
-    "empty, and rows after the last": (0, 37, 0, 219, 1, 0),
+    "empty, and rows after": (0, 37, 0, 219, 1, 0),
     "one has 90%": (10, 460, 30, 12),
     "nothing": (0, 0, 0),
 }

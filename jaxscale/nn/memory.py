@@ -21,6 +21,7 @@ from jaxscale.layout import DEVICE, HOST, constrain, current, host_memory_or_say
 from jaxscale.layout.tensors import Tree
 from jaxscale.nn.narrow import narrow_name, narrowing
 from jaxscale.parallel.weight import ROUNDED
+from pallas_kernels.grouped_matmul import NAMES as GROUPED
 
 TENSORS: dict[str, tuple[str, ...]] = {
     "residual": ("residual",),
@@ -50,10 +51,8 @@ adapter's second, is cheap to recompute."""
 
 
 def _products_with_weights(primitive: core.Primitive, *args: Any, **params: Any) -> bool:
-    if primitive.name == "ragged_dot_general":  # experts'
-        return True
     if primitive.name == "name":
-        return bool(params["name"] == ROUNDED)
+        return params["name"] in (ROUNDED, *GROUPED)
     if primitive.name == "dot_general":
         if args[0].dtype.itemsize == 1:  # its scaled result is saved, by name
             return False

@@ -12,6 +12,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt32
 
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_outer
+
 Operand = Any
 """An operand of a product, as `Numbers` encodes it: a pytree of arrays of one rank, such as codes and their scales. An
 array's dimension has the size of the encoded array's, or is shorter where elements share a value (1: all of them)."""
@@ -85,7 +87,7 @@ class Numbers(abc.ABC):
         Args:
           rows: `left` of an array (n, i), sorted by group.
           matrices: `right` of an array (x, i, o).
-          sizes: rows of each group; rows after the last group have undefined results.
+          sizes: rows of each group; rows after the last group give 0.
         """
 
     @abc.abstractmethod
@@ -158,17 +160,13 @@ class Cast(Numbers):
 
     def ragged_dot(self, rows: Operand, matrices: Operand, sizes: Int[Array, " x"]) -> Float[Array, "n o"]:
         """See `Numbers`."""
-        return lax.ragged_dot(rows, matrices, sizes.astype(jnp.int32))
+        return grouped_matmul(rows, matrices, sizes)
 
     def ragged_outer(
         self, rows: Operand, other: Operand, sizes: Int[Array, " x"], out_dtype: DTypeLike
     ) -> Float[Array, "x i o"]:
         """See `Numbers`."""
-        return lax.ragged_dot_general(rows, other, sizes, RAGGED_OUTER, preferred_element_type=out_dtype)
-
-
-RAGGED_OUTER = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-"""The dimension numbers of `Numbers.ragged_outer`."""
+        return grouped_outer(rows, other, sizes, out_dtype=out_dtype)
 
 
 PASSES = ("forward", "input_gradient", "kernel_gradient")

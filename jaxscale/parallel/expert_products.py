@@ -214,6 +214,4 @@ def _grouped(
         return jnp.moveaxis(numbers.dot(left, matrices, dims, settings.arithmetic.dtype), 0, 1)
     left = numbers.left(rows, (1,), (), (*settings.lead(sizes), cut))
     matrices = matrices if summed == 1 else jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), matrices)
-    out = numbers.ragged_dot(left, matrices, sizes)
-    # `ragged_dot` does not define the values of rows without an expert, forward or backward
-    return jnp.where(jnp.arange(len(rows))[:, None] < jnp.sum(sizes), out, 0)
+    return numbers.ragged_dot(left, matrices, sizes)

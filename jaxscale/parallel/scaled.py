@@ -14,8 +14,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num, UInt32
 
 from jaxscale.errors import ConfigError
-from jaxscale.parallel.arithmetic import RAGGED_OUTER, Cut, Dims, Numbers, cut_along
+from jaxscale.parallel.arithmetic import Cut, Dims, Numbers, cut_along
 from jaxscale.parallel.seeds import uniform
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_outer
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 """The types of codes, and the largest number of each. -128 is not used, so that int8 is symmetric."""
@@ -132,11 +133,10 @@ class Scaled(Numbers):
 
     def ragged_dot(self, rows: Coded, matrices: Coded, sizes: Int[Array, " x"]) -> Float[Array, "n o"]:
         """See `Numbers`; the result has the dtype of products of blocks."""
-        sizes = sizes.astype(jnp.int32)
         if self.block is not None:
-            return lax.ragged_dot(rows.dense(self.dtype), matrices.dense(self.dtype), sizes)
+            return grouped_matmul(rows.dense(self.dtype), matrices.dense(self.dtype), sizes)
         self._check_terms(rows.codes.shape[1])
-        y = lax.ragged_dot(rows.codes, matrices.codes, sizes, preferred_element_type=self._sums(jnp.float32))
+        y = grouped_matmul(rows.codes, matrices.codes, sizes, out_dtype=self._sums(jnp.float32))
         of_row = jnp.repeat(matrices.scales()[:, 0], sizes, axis=0, total_repeat_length=len(rows.codes))
         return (y.astype(jnp.float32) * rows.scales() * of_row).astype(self.dtype)
 
@@ -146,10 +146,9 @@ class Scaled(Numbers):
         """See `Numbers`."""
         if self.block is not None:
             x, y = rows.dense(self.dtype), other.dense(self.dtype)
-            return lax.ragged_dot_general(x, y, sizes, RAGGED_OUTER, preferred_element_type=out_dtype)
+            return grouped_outer(x, y, sizes, out_dtype=out_dtype)
         self._check_terms(rows.codes.shape[0])
-        sums = self._sums(jnp.float32)
-        y = lax.ragged_dot_general(rows.codes, other.codes, sizes, RAGGED_OUTER, preferred_element_type=sums)
+        y = grouped_outer(rows.codes, other.codes, sizes, out_dtype=self._sums(jnp.float32))
         scale = jnp.swapaxes(rows.scales(), 0, 1) * other.scales()
         return (y.astype(jnp.float32) * scale).astype(out_dtype)
 

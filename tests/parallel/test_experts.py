@@ -145,8 +145,10 @@ def test_rows_without_an_expert_add_nothing_whatever_their_values(monkeypatch):
             jnp.square(expert_mlp(x, routed, weights, act=jax.nn.gelu, arithmetic=Arithmetic.cast(jnp.float32)))
         )
 
-    def poisoned(rows, matrices, sizes):
-        return jnp.where(jnp.arange(len(rows))[:, None] < jnp.sum(sizes), product(rows, matrices, sizes), jnp.nan)
+    def poisoned(rows, matrices, sizes, **options):
+        return jnp.where(
+            jnp.arange(len(rows))[:, None] < jnp.sum(sizes), product(rows, matrices, sizes, **options), jnp.nan
+        )
 
     gradients = jax.value_and_grad(loss, (0, 1, 2, 3))
     want = gradients(x, scale, up, down)

@@ -95,7 +95,7 @@ def test_multiplied_rows_exceed_a_groups_rows_by_less_than_two_parts():
         (((4, 8), (8, 6), (2,)), "ff", r"matrices \(groups, k, n\), not \(4, 8\) and \(8, 6\)"),
         (((4, 8), (2, 8, 6), (3,)), "ff", r"sizes are \(2,\), one for each matrix, not \(3,\)"),
         (((4, 8), (2, 8, 6), (2,)), "fb", "operands are of one dtype, not float32 and bfloat16; cast one"),
-        (((4, 8), (2, 8, 6), (2,)), "cc", "operands are float32, .*, not complex64; cast them"),
+        (((4, 8), (2, 8, 6), (2,)), "cc", "operands are float64, .*, not complex64; cast them"),
     ],
 )
 def test_operands_that_do_not_fit_are_refused(shapes, dtypes, words):

@@ -114,6 +114,7 @@ MultiHead: mha gqa mqa multiheadattention groupedqueryattention
 MultiHeadLatent: mla multiheadlatentattention
 LongConvolution: hyena hyenaoperator longconv
 NSA: nativesparseattention
+DSA: deepseeksparseattention lightningindexer deepseeksparse
 Mamba2: mamba ssd
 GatedDeltaNet: deltanet gdn
 GatedLinearAttention: gla

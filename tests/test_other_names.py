@@ -110,7 +110,7 @@ REFERENCES = {
     "@GPT()": "gpt2", "@llama2_7b()": "llama3_8b", "@mixtral()": "mixtral_8x7b", "@c4()": "text_files",
     "@TextFiles()": "text_files", "@tiktoken()": "HFTokenizer", "@sdpa": "dot_product_attention",
     "@splash_attention": "flash_attention", "@ring_attention": "RingAttention", "@memmap()": "token_file",
-    "@Hyena()": "LongConvolution", "@NativeSparseAttention()": "NSA", "@Mamba()": "Mamba2",
+    "@Hyena()": "LongConvolution", "@NativeSparseAttention()": "NSA", "@DeepSeekSparse()": "DSA", "@Mamba()": "Mamba2",
     "@YOCO()": "CrossDecoderAttention", "@MTP()": "NextTokens", "@PromptTuning()": "SoftPrompt",
     "@MultiToken()": "NextTokens", "@MLA()": "MultiHeadLatent",
 }  # fmt: skip

@@ -132,8 +132,8 @@ def _meaning(c: TransformerConfig) -> dict[str, Any]:
     meaning |= {name: getattr(c.sizes, name) for name in _SIZES}
     meaning |= {"qk_norm": c.qk_norm_of, "attention_scale": c.score_scale, "positions": _values(c.positions)}
     layers = c.layer_specs()
-    meaning["attention_layer"] = _merged([layer.mixer for layer in layers])
-    meaning["mlp"] = _merged([_forward(layer.mlp, c.sizes.hidden) for layer in layers])
+    meaning["attention_layer"] = _merged([_forward(layer.mixer) for layer in layers])
+    meaning["mlp"] = _merged([_sized(_forward(layer.mlp), c.sizes.hidden) for layer in layers])
     meaning["windows"] = tuple(layer.window for layer in layers)
     meaning["rotary"] = _merged([layer.rotary for layer in layers])
     if all(isinstance(layer.mlp, MixtureOfExperts) for layer in layers):
@@ -150,11 +150,19 @@ def _merged(parts: list[Any]) -> Any:
     return parts[0] if all(part == parts[0] for part in parts) else tuple(parts)
 
 
-def _forward(mlp: Any, hidden: int) -> Any:
-    """Return a feed-forward layer without settings that only training uses."""
-    if isinstance(mlp, MixtureOfExperts):
-        return dataclasses.replace(mlp, hidden=mlp.hidden or hidden, balance_loss=0.0, z_loss=0.0)
-    return mlp
+_LOSSES = ("balance_loss", "z_loss", "index_loss")
+"""Weights of layers' own losses, which only training uses."""
+
+
+def _forward(layer: Any) -> Any:
+    """Return a mixer or feed-forward layer without settings that only training uses."""
+    losses = {name: 0.0 for name in _LOSSES if hasattr(layer, name)}
+    return dataclasses.replace(layer, **losses) if losses else layer
+
+
+def _sized(mlp: Any, hidden: int) -> Any:
+    """Return a feed-forward layer with the width of its experts."""
+    return dataclasses.replace(mlp, hidden=mlp.hidden or hidden) if isinstance(mlp, MixtureOfExperts) else mlp
 
 
 def _values(positions: Any) -> Any:

@@ -40,6 +40,7 @@ AXES: dict[str, str] = {
     "expert_seq": "`seq` inside a layer of experts",
     "expert_embed": "`embed` in the weights of experts",
     "expert_mlp": "the hidden width of one expert",
+    "index_heads": "heads of the indexer that selects tokens for sparse attention (`DSA`); replicated",
     "router": "a router's score for each expert",
     "outputs": "the numbers that a head gives for a sequence: a reward, or a score of each class",
 }

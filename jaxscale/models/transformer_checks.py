@@ -58,7 +58,8 @@ def check_transformer(c: TransformerConfig) -> None:
     if isinstance(c.attention_layer, type) or not hasattr(c.attention_layer, "dims"):
         raise ConfigError(
             f"Transformer.attention_layer = {c.attention_layer!r}: must be MultiHead(), GatedMultiHead(), "
-            "SinkMultiHead(), CCA() or MultiHeadLatent(...); other mixers are set as Block.mixer in Transformer.blocks"
+            "SinkMultiHead(), CCA(), MultiHeadLatent(...) or DSA(...); other mixers are set as Block.mixer in "
+            "Transformer.blocks"
         )
     types = {"dtype": jnp.float32, "param_dtype": jnp.float32}
     overlap: dict[str, Any] = {"overlap": True} if "mlp" in c.overlap else {}

@@ -40,6 +40,7 @@ from jaxscale.nn.memory import POLICIES, TENSORS, MemoryPolicy
 from jaxscale.nn.mixer import MADE_WITH, Mixer
 from jaxscale.nn.mixers import (
     CCA,
+    DSA,
     HSTU,
     MLGRU,
     NSA,
@@ -108,6 +109,7 @@ __all__ = [
     "Fp8",
     "MADE_WITH",
     "CCA",
+    "DSA",
     "HSTU",
     "MLGRU",
     "NSA",

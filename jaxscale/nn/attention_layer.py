@@ -214,11 +214,11 @@ class MultiHeadLatent(AttentionLayer):
         for name in ("kv_rank", "q_rank", "plain_dim", "rotary_dim", "value_dim"):
             value = getattr(self, name)
             if (value is not None or name != "q_rank") and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"MultiHeadLatent.{name} = {value!r}: must be a whole number of at least 1")
+                raise ConfigError(f"{type(self).__name__}.{name} = {value!r}: must be a whole number of at least 1")
         if self.rotary_dim % 2:
             raise ConfigError(
-                f"MultiHeadLatent.rotary_dim = {self.rotary_dim}: rotary positions rotate pairs of dimensions; make it "
-                "even"
+                f"{type(self).__name__}.rotary_dim = {self.rotary_dim}: rotary positions rotate pairs of dimensions; "
+                "make it even"
             )
 
     def dims(self, head_dim: int) -> HeadDims:
@@ -251,8 +251,8 @@ class MultiHeadLatent(AttentionLayer):
         """See `AttentionLayer`."""
         if config.attention_layer != self:
             raise ConfigError(
-                "Block.mixer = MultiHeadLatent(...) has other head widths than Transformer.attention_layer, which "
-                "decides the widths of rotary tables; set Transformer.attention_layer to the same value"
+                f"Block.mixer = {type(self).__name__}(...) has other head widths than Transformer.attention_layer, "
+                "which decides the widths of rotary tables; set Transformer.attention_layer to the same value"
             )
         _check_heads(config)
         for name, why in (
@@ -264,13 +264,13 @@ class MultiHeadLatent(AttentionLayer):
         ):
             if getattr(config, name):
                 raise ConfigError(
-                    f"Transformer.{name} = {getattr(config, name)!r} has no effect with MultiHeadLatent: {why}; "
+                    f"Transformer.{name} = {getattr(config, name)!r} has no effect with {type(self).__name__}: {why}; "
                     "remove it"
                 )
         if "attention" in config.overlap:
             raise ConfigError(
-                "Transformer.overlap names 'attention', and MultiHeadLatent's first products are not sharded over "
-                "tensor, so that there is nothing to overlap; remove it"
+                f"Transformer.overlap names 'attention', and {type(self).__name__}'s first products are not sharded "
+                "over tensor, so that there is nothing to overlap; remove it"
             )
 
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> nnx.Module:

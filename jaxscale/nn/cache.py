@@ -293,8 +293,10 @@ class Cache(Protocol):
 
     def read(
         self, state: State, layer: Int[Array, ""], step: Packed
-    ) -> tuple[Float[Array, "b slots t kv d"], Float[Array, "b slots t kv dv"]]:
-        """Return all keys and values of every slot, by position, for attention that is no softmax.
+    ) -> tuple[Float[Array, "b slots t kv d"], Float[Array, "b slots t kv dv"] | None]:
+        """Return all keys and values of every slot, by position, for attention that no kernel computes.
+
+        Values that are the first widths of keys (`KeyValues.shared`) are `None`.
 
         Args:
           state: the state.
@@ -352,32 +354,36 @@ class LayerCache:
         return (out, lse) if return_lse else out
 
     def mix_by(
-        self, q: Array, k: Array, v: Array, run: Callable[[Array, Array, Array, Array], Array]
+        self, q: Any, k: Array, v: Array, run: Callable[[Any, Array, Array, Array], Array]
     ) -> Float[Array, "b s h dv"]:
         """Append keys and values to the cache, and let a function attend to all positions of each sequence.
 
-        It reads the whole reserved length, for attention that is no softmax.
+        It reads the whole reserved length, for attention that no kernel computes.
 
         Args:
-          q: queries (batch, columns, heads, key_dim).
+          q: queries (batch, columns, heads, width), or a tree of arrays (batch, columns, ...).
           k: keys (batch, columns, kv_heads, key_dim).
-          v: values (batch, columns, kv_heads, value_dim).
-          run: a function of queries (batch, n, q, heads, key_dim) of n sequences, their keys and values (batch, n,
-            length, ...), and how far each key is before each query, int32 (batch, n, q, length): negative for those
-            after it, and for all of padding. It returns outputs (batch, n, q, heads, value_dim).
+          v: values (batch, columns, kv_heads, value_dim); of shared ones (`KeyValues`) only the width is read.
+          run: a function of queries (batch, n, q, ...) of n sequences, their keys and values (batch, n, length, ...),
+            and how far each key is before each query, int32 (batch, n, q, length): negative for those after it, and
+            for all of padding. It returns outputs (batch, n, q, heads, value_dim).
 
         Returns:
           the outputs, float32; zero for padding.
         """
         self.state = self.cache.append(self.state, self.layer, k, v, self.step)
         keys, values = self.cache.read(self.state, self.layer, self.step)
-        out = jnp.zeros((*q.shape[:3], v.shape[-1]), jnp.float32)
-        row = jnp.arange(q.shape[0])[:, None, None]
+        values = keys[..., : v.shape[-1]] if values is None else values
+        out, row = None, jnp.arange(k.shape[0])[:, None, None]
         for columns, slots in self.step.groups:
-            mine = q.at[row, columns].get(mode="fill", fill_value=0)
+            mine = jax.tree.map(lambda q, at=columns: q.at[row, at].get(mode="fill", fill_value=0), q)
             places = self.step.positions.at[row, columns].get(mode="fill", fill_value=-1)[..., None]
             k, v = (x if slots is None else x[row[..., 0], slots] for x in (keys, values))
-            out = out.at[row, columns].set(run(mine, k, v, places - jnp.arange(keys.shape[2])), mode="drop")
+            y = run(mine, k, v, places - jnp.arange(keys.shape[2]))
+            if out is None:
+                out = jnp.zeros((*self.step.positions.shape, *y.shape[3:]), jnp.float32)
+            out = out.at[row, columns].set(y, mode="drop")
+        assert out is not None
         return out
 
     def before(self, recurrent: RecurrentState, name: str) -> Float[Array, "b s ..."]:

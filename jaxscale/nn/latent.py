@@ -18,6 +18,7 @@ from jaxscale.nn.linear import Linear
 from jaxscale.nn.narrow import saved_as
 from jaxscale.nn.norms import RMSNorm
 from jaxscale.nn.rotary import Rotary, rotate
+from jaxscale.nn.stats import Stats, reports
 from jaxscale.parallel import as_weight
 
 if TYPE_CHECKING:
@@ -85,8 +86,12 @@ class LatentAttention(nnx.Module):
         self.dtype = dtype
         self.decode_state = KeyValues(1, z.kv_rank + z.rotary_dim, z.kv_rank, dtype, shared=True)
 
-    def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
-        """Apply the layer; with a cache in the context, append latents and rotary keys to it."""
+    def __call__(self, x: Float[Array, "b s e"], context: Context) -> Any:
+        """Apply the layer; with a cache in the context, append latents and rotary keys to it.
+
+        Returns:
+          (B, S, E); for a layer that `reports` (see `jaxscale.nn.stats`), that and its statistics.
+        """
         with jax.named_scope("qkv"):
             x = constrain(x, "batch", "seq", "embed")
             # before the queries, so that x's cotangents from tensor-sharded heads are adjacent and all-reduced once
@@ -99,9 +104,10 @@ class LatentAttention(nnx.Module):
             if self.rotary is not None:
                 cos, sin = context.rotary[self.rotary]
                 q_rotated, k_rotated = rotate(q_rotated, cos, sin), rotate(k_rotated, cos, sin)
-        options: dict[str, Any] = dict(window=self.window, softcap=self.softcap, scale=self.scale)
+            beside = self.beside(x, q_from, context)
+        stats: Stats = {}
         if isinstance(context.cache, LayerCache):
-            mixed = self._absorbed(context.cache, q, q_rotated, latent, k_rotated, options)
+            mixed = self._absorbed(context.cache, q, q_rotated, latent, k_rotated, beside)
         else:
             with jax.named_scope("qkv"):
                 k, v = constrain(self.k(latent), *_HEADS), constrain(self.v(latent), *_HEADS)
@@ -109,9 +115,48 @@ class LatentAttention(nnx.Module):
                 q, k = (constrain(y, *_HEADS) for y in (jnp.concatenate([q, q_rotated], axis=-1), k))
                 q, k, v = (saved_as(y, "qkv") for y in (q, k, v))
             with jax.named_scope("mix"):
-                mixed = self.kernel(q, k, v, causal=True, **context.tokens(), **options)
+                mixed, stats = self.mix(q, k, v, context, beside)
         with jax.named_scope("out"):
-            return self.out(constrain(mixed, *_HEADS))
+            y = self.out(constrain(mixed, *_HEADS))
+        return (y, stats) if reports(self) else y
+
+    def beside(self, x: Float[Array, "b s e"], q_from: Float[Array, "b s r"], context: Context) -> Any:
+        """Return what the layer computes beside queries, keys and values, which `mix` gets.
+
+        Args:
+          x: the layer's input.
+          q_from: what queries are projected from.
+          context: the inputs that layers share.
+        """
+        return None
+
+    def mix(self, q: Array, k: Array, v: Array, context: Context, beside: Any) -> tuple[Array, Stats]:
+        """Return the kernel's result, and the layer's statistics.
+
+        Args:
+          q: queries (B, S, heads, plain_dim + rotary_dim).
+          k: keys, likewise.
+          v: values (B, S, heads, value_dim).
+          context: the inputs that layers share.
+          beside: the result of `beside`.
+        """
+        return self.kernel(q, k, v, causal=True, **context.tokens(), **self._mask), {}
+
+    def mix_cached(self, cache: LayerCache, q: Array, k: Array, latent: Array, beside: Any) -> Float[Array, "b s h l"]:
+        """Append to a cache, and return each head's weighted sum of the cached latents.
+
+        Args:
+          cache: the layer's cache.
+          q: queries (batch, columns, heads, kv_rank + rotary_dim).
+          k: keys, of one head.
+          latent: the first `kv_rank` of their dimensions.
+          beside: the result of `beside`.
+        """
+        return cache.mix(q, k, latent, **self._mask)
+
+    @property
+    def _mask(self) -> dict[str, Any]:
+        return dict(window=self.window, softcap=self.softcap, scale=self.scale)
 
     def _absorbed(
         self,
@@ -120,7 +165,7 @@ class LatentAttention(nnx.Module):
         q_rotated: Float[Array, "b s h r"],
         latent: Float[Array, "b s l"],
         k_rotated: Float[Array, "b s 1 r"],
-        options: dict[str, Any],
+        beside: Any,
     ) -> Float[Array, "b s h v"]:
         """Multiply the key and value projections into queries and outputs, and attend to the cached latents."""
 
@@ -133,6 +178,6 @@ class LatentAttention(nnx.Module):
             q = jnp.concatenate([jnp.einsum("bshp,lhp->bshl", q, used(self.k)), q_rotated], axis=-1)
             q = constrain(q.astype(self.dtype), *_HEADS)
         with jax.named_scope("mix"):
-            mixed = cache.mix(q, jnp.concatenate([latent, k_rotated], axis=-1), latent, **options)
+            mixed = self.mix_cached(cache, q, jnp.concatenate([latent, k_rotated], axis=-1), latent, beside)
         with jax.named_scope("out"):
             return jnp.einsum("bshl,lhv->bshv", mixed, used(self.v)).astype(self.dtype)

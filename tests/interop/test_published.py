@@ -402,6 +402,16 @@ def test_kimi_k2_is_deepseek_v3_in_another_size():
     assert round(config.param_count() / 1e9) == 1026  # as published
 
 
+def test_deepseek_v32_is_deepseek_v3_with_an_indexer_in_each_layer():
+    values = PUBLISHED["deepseek_v3"] | {"model_type": "deepseek_v32"}
+    v3 = _read(PUBLISHED["deepseek_v3"])
+    config = _read(values | {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048})
+    indexer = 1536 * 64 * 128 + 7168 * 128 + 2 * 128 + 7168 * 64
+    assert config.param_count() - v3.param_count() == 62 * indexer  # with the module that predicts a further token
+    assert config.attention_layer.top_k == 2048 and config.dense_layers == 3
+    assert not same_model(config, dataclasses.replace(v3, dense_layers=3))
+
+
 def test_granite4_with_layers_of_attention_alone_is_written_and_read_again():
     dense = {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 8192}  # granite-4.0-micro
     values = (
@@ -474,6 +484,8 @@ def test_rotary_positions_in_two_fields_must_agree(name):
         ("qwen3_next_80b", {"layer_types": ["full_attention"]}, "1 layer_types and 48 layers"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ("deepseek_v3", {"model_type": "deepseek_v32", "q_lora_rank": None}, "q_lora_rank = null; the indexer needs"),
+        ("deepseek_v3", {"model_type": "deepseek_v32", "layer_types": ["full_attention"] * 61}, "has layer_types ="),
         ("deepseek_v2_lite", {"norm_topk_prob": True}, "norm_topk_prob = True"),
         ("deepseek_v2_lite", {"attention_bias": True}, "attention_bias = True"),
         ("gemma2_2b", {"model_type": "gemma3_text"}, "attn_logit_softcapping = 50.0"),

@@ -180,6 +180,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             rope_scaling=_DEEPSEEK_YARN,
         ),
     ),
+    "deepseek_v32": (
+        "DeepseekV32",
+        dict(
+            _SIZES,
+            **{**_LATENT, "q_lora_rank": 24},
+            n_shared_experts=1,
+            n_group=4,
+            topk_group=2,
+            index_n_heads=8,
+            index_head_dim=10,
+            index_topk=5,
+            rope_scaling=_DEEPSEEK_YARN,
+        ),
+    ),
     "deepseek_v3": (
         "DeepseekV3",
         dict(

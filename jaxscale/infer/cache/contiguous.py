@@ -113,6 +113,6 @@ class Contiguous:
 
     def read(
         self, state: State, layer: Int[Array, ""], step: Packed
-    ) -> tuple[Float[Array, "b slots t kv d"], Float[Array, "b slots t kv dv"]]:
+    ) -> tuple[Float[Array, "b slots t kv d"], Float[Array, "b slots t kv dv"] | None]:
         """See `jaxscale.nn.Cache`."""
         return loaded(state, layer)

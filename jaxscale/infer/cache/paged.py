@@ -145,13 +145,17 @@ class Paged:
 
     def read(
         self, state: State, layer: Int[Array, ""], step: Packed
-    ) -> tuple[Float[Array, "b slots t kv d"], Float[Array, "b slots t kv dv"]]:
+    ) -> tuple[Float[Array, "b slots t kv d"], Float[Array, "b slots t kv dv"] | None]:
         """See `jaxscale.nn.Cache`; anything at positions of entries without a page."""
         assert step.tables is not None
         tables = jnp.maximum(step.tables, 0)
-        pages = [jax.vmap(lambda x, at: x[at])(x, tables) for x in loaded(state, layer)]
-        k, v = (x.reshape(*x.shape[:2], -1, *x.shape[4:]) for x in pages)
-        return k, v
+
+        def by_position(x: Array) -> Array:
+            pages = jax.vmap(lambda x, at: x[at])(x, tables)
+            return pages.reshape(*pages.shape[:2], -1, *pages.shape[4:])
+
+        k, v = loaded(state, layer)
+        return by_position(k), None if v is None else by_position(v)
 
 
 def _own_entries(tables: Int[Array, "b r p"], devices: int, device: Int[Array, ""]) -> Int[Array, "b r n"]:

@@ -249,8 +249,10 @@ def _parts(key_values: KeyValues, numbers: str | None) -> dict[str, tuple[tuple[
     return codes if numbers is None else codes | {f"{n}_scale": ((heads, 1), jnp.float32) for n in widths}
 
 
-def loaded(state: State, layer: Int[Array, ""]) -> tuple[Array, Array]:
+def loaded(state: State, layer: Int[Array, ""]) -> tuple[Array, Array | None]:
     """Return one layer's keys and values as they were before `stored`, (batch, ..., kv_heads, width).
+
+    Values that are stored once with the keys (`KeyValues.shared`) are `None`.
 
     Args:
       state: arrays (layers, batch, ..., kv_heads, width).
@@ -258,8 +260,8 @@ def loaded(state: State, layer: Int[Array, ""]) -> tuple[Array, Array]:
     """
     mine = {n: lax.dynamic_index_in_dim(x, layer, keepdims=False) for n, x in state.items()}
     if "k_scale" in mine:
-        mine = {n: mine[n].astype(jnp.float32) * mine[f"{n}_scale"] for n in ("k", "v")}
-    return mine["k"], mine["v"]
+        mine = {n: mine[n].astype(jnp.float32) * mine[f"{n}_scale"] for n in ("k", "v") if n in mine}
+    return mine["k"], mine.get("v")
 
 
 def check_numbers(name: str, numbers: str | None) -> None:

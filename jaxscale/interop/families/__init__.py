@@ -3,6 +3,7 @@
 from jaxscale.interop.families import (
     deepseek_v2,
     deepseek_v3,
+    deepseek_v32,
     gemma2,
     gemma3,
     glm4_moe,
@@ -43,6 +44,7 @@ FAMILIES: tuple[Family, ...] = (
     phi3.FAMILY,
     deepseek_v2.FAMILY,
     deepseek_v3.FAMILY,
+    deepseek_v32.FAMILY,
     glm4_moe.FAMILY,
     kimi_k2.FAMILY,
     gpt_oss.FAMILY,

@@ -2,6 +2,7 @@
 
 from jaxscale.nn.mixers.block_linear import BlockLinear
 from jaxscale.nn.mixers.cca import CCA
+from jaxscale.nn.mixers.dsa import DSA
 from jaxscale.nn.mixers.gated_delta_net import GatedDeltaNet
 from jaxscale.nn.mixers.hstu import HSTU
 from jaxscale.nn.mixers.kimi_delta import KimiDeltaAttention
@@ -18,6 +19,7 @@ from jaxscale.nn.mixers.soft import SOFT
 
 __all__ = [
     "CCA",
+    "DSA",
     "HSTU",
     "MLGRU",
     "NSA",

@@ -51,14 +51,22 @@ def load(file: Path) -> tuple[TrainConfig, Sweep | None, str]:
     if any(name.startswith("sweep.") for name in config.unused()):
         config.call("sweep", axes={})  # reads the other bindings; references in axes stay as they are written
         sweep = sweep_of(text)
-    unread = [name for name in config.unused() if name != "sweep.axes" and not _is_of_axes(name, sweep)]
+    unread = sorted({*config.unused()} - {"sweep.axes"} - _of_axes(text, sweep))
     assert not unread, f"{file}: nothing reads {', '.join(unread)}"
     return run, sweep, text
 
 
-def _is_of_axes(name: str, sweep: Sweep | None) -> bool:
-    """Return whether an axis refers to a binding's object: `@momentum/SGD()` to that of `momentum/SGD.momentum`."""
-    return sweep is not None and f"@{name.rpartition('.')[0]}" in str(sweep.axes)
+def _of_axes(text: str, sweep: Sweep | None) -> set[str]:
+    """Return the bindings of a gin text whose objects an axis refers to, itself or through another binding.
+
+    `@momentum/SGD()` refers to that of `momentum/SGD.momentum`.
+    """
+    bindings = dict(line.split(" = ", 1) for line in text.splitlines() if " = " in line)
+    referred, found = "" if sweep is None else str(sweep.axes), set[str]()
+    while more := {name for name in bindings if f"@{name.rpartition('.')[0]}" in referred} - found:
+        found |= more
+        referred += "".join(bindings[name] for name in more)
+    return found
 
 
 def trials(sweep: Sweep, text: str) -> list[TrainConfig]:
@@ -85,7 +93,8 @@ def resolved(file: Path) -> str:
     text = config.dumps("train", run.values())
     if sweep is None:
         return text
-    text += "".join(line for line in loaded.splitlines(True) if _is_of_axes(line.partition(" = ")[0], sweep))
+    of_axes = _of_axes(loaded, sweep)
+    text += "".join(line for line in loaded.splitlines(True) if line.partition(" = ")[0] in of_axes)
     return text + config.dumps("sweep", {f.name: getattr(sweep, f.name) for f in dataclasses.fields(sweep)})
 
 

@@ -1,0 +1,36 @@
+"""Draw recall.json and language.json: the held-out scores of each stack during training, all seeds.
+
+python experiments/mixers_trained/figure.py
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+from matplotlib.figure import Figure
+
+HERE = pathlib.Path(__file__).parent
+NAMES = ("attention", "window", "Mamba-2", "Gated DeltaNet", "3 : 1 hybrid", "Kimi delta")
+COLORS = ("#333333", "#9a9a9a", "#d1495b", "#2e6fb7", "#3a9a5b", "#e08e2b")
+PANELS = {"recall": ("eval_accuracy", "recall: share of right values"), "language": ("eval_loss", "nats per byte")}
+
+
+def main() -> None:
+    """Write stacks.png."""
+    figure = Figure(figsize=(10, 3.6), dpi=110, layout="constrained")
+    for axes, (name, (score, label)) in zip(figure.subplots(1, 2), PANELS.items(), strict=True):
+        entries = json.loads((HERE / f"{name}.json").read_text())
+        for entry, title, color in zip(entries, NAMES, COLORS, strict=True):
+            for run in entry["runs"]:
+                axes.plot(run["step"], run[score], color=color, linewidth=1.1, label=title)
+                title = "_"
+        axes.set(xlabel="step", ylabel=f"{label}, held out")
+        axes.grid(alpha=0.25)
+    axes.set_ylim(top=3.0)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(HERE / "stacks.png")
+
+
+if __name__ == "__main__":
+    main()

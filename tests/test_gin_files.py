@@ -8,12 +8,14 @@ leaves a table, in which each file has to be. Data is not opened.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from jaxscale import config
 from jaxscale.cli import main
+from jaxscale.data.records import UserRecords
 from jaxscale.plan import dry_run
 from jaxscale.sweep import sweep_of
 from tests.truth import gin_compiles, golden
@@ -49,7 +51,11 @@ def test_a_resolved_form_is_the_same_run_and_sweep(file: Path):
     run, sweep, _ = golden.load(file)
     text = golden.resolved(file)
     config.load(bindings=[text])
-    assert config.call("train") == run
+    again = config.call("train")
+    if isinstance(run.data, UserRecords):  # equal to itself only, since an object of records may be anything
+        assert vars(again.data) == vars(run.data)
+        again = dataclasses.replace(again, data=run.data)
+    assert again == run
     assert sweep is None or sweep_of(text) == sweep
 
 

@@ -67,8 +67,8 @@ def check_fields(name: str, part: Any) -> None:
     for field, expected in _fields_of(kind).items():
         value = getattr(part, field)
         if not holds(value, expected) and (value is None or not is_call(expected)):
-            shown = getattr(value, "__name__", None) or clipped(repr(value))
-            raise ConfigError(f"{name}.{field} = {shown}: must be {in_words(expected)}{_hint(value, expected)}")
+            text = getattr(value, "__name__", None) or clipped(repr(value))
+            raise ConfigError(f"{name}.{field} = {text}: must be {in_words(expected)}{_hint(value, expected)}")
 
 
 @functools.cache

@@ -47,6 +47,7 @@ def check_transformer(c: TransformerConfig) -> None:
     """
     for name in ("depth", "vocab", "width", "heads", "kv_heads", "head_dim", "hidden"):
         check_whole(f"Transformer.{name}", getattr(c, name), optional=name not in ("depth", "vocab"))
+    rules_of(c.products)
     check_fields("Transformer", c)
     for name in ("residual_scale", "logit_scale"):
         if not getattr(c, name) > 0:
@@ -112,7 +113,6 @@ def check_transformer(c: TransformerConfig) -> None:
             f"{c.embedding.__name__}"
         )
     MemoryPolicy.of(c.memory)
-    rules_of(c.products)
     if c.scan not in (True, False, "auto"):
         raise ConfigError(f"Transformer.scan = {c.scan!r}: must be True, False or 'auto'")
     for name in c.overlap:

@@ -160,7 +160,7 @@ class TransformerConfig:
     dropout: float = 0.0
     dtype: str = "float32"
     param_dtype: str = "float32"
-    products: Products | tuple[ProductRule, ...] | None = None
+    products: Products | ProductRule | tuple[ProductRule, ...] | None = None
     memory: str | MemoryPolicy = "none"
     overlap: tuple[str, ...] = ()
     stack: type[Run] = Run

@@ -150,7 +150,7 @@ class ProductRule:
         return self.of in ("head", "vocab")
 
 
-def rules_of(products: Products | tuple[ProductRule, ...] | None) -> tuple[ProductRule, ...]:
+def rules_of(products: Products | ProductRule | tuple[ProductRule, ...] | None) -> tuple[ProductRule, ...]:
     """Return a setting as rules.
 
     Args:

@@ -170,6 +170,28 @@ class Fields:
             raise CheckpointError(f"{self.what} has {name} = {short(value)}, but only {one} is supported")
         return value
 
+    def rename(self, names: dict[str, str]) -> None:
+        """Read the fields of older files under their newer names.
+
+        Args:
+          names: newer name -> older name.
+
+        Raises:
+          CheckpointError: both are there, with different values.
+        """
+        values = dict(self.values)
+        for newer, older in names.items():
+            if values.get(older) is None:
+                continue
+            value = values.pop(older)
+            if values.get(newer, value) not in (None, value):
+                raise CheckpointError(
+                    f"{self.what} has {newer} = {short(values[newer])} and {older} = {short(value)}, which mean the "
+                    "same; remove one"
+                )
+            values[newer] = value
+        self.values = values
+
     def unread(self) -> list[str]:
         """Return the fields that were not read, have a value, and may affect the model."""
         empty: tuple[Any, ...] = (None, False, [], {}, "")

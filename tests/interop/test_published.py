@@ -498,6 +498,9 @@ def test_rotary_positions_in_two_fields_must_agree(name):
         ("gpt_oss_20b", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0"),
         ("granite4_h_tiny", {"layer_types": ["mamba2"] * 40}, "the layer type 'mamba2'; did you mean 'mamba'?"),
         ("nemotron3_nano", {"hybrid_override_pattern": "MX"}, "the layer type 'X'; known: full_attention"),
+        ("nemotron3_nano", {"mamba_dt_limit": [0.0, 1.0], "time_step_limit": None}, "time_step_limit = [0.0, 1.0]"),
+        ("nemotron3_nano", {"mamba_conv_bias": False, "use_conv_bias": None}, "use_conv_bias = False"),
+        ("nemotron3_nano", {"mamba_d_conv": 3}, "conv_kernel = 4 and mamba_d_conv = 3, which mean the same"),
         ("nemotron3_nano", {"moe_latent_size": 1024}, "moe_latent_size = 1024"),
         ("nemotron3_nano", {"moe_shared_expert_intermediate_size": 2000}, "not a multiple of moe_intermediate_size"),
         ("granite4_h_tiny", {"mamba_d_head": 32}, "48 mamba_n_heads of width 32"),
@@ -514,3 +517,10 @@ def test_rotary_positions_in_two_fields_must_agree(name):
 def test_what_a_family_does_not_express_is_refused(name, changes, message):
     with raises_saying(CheckpointError, message):
         _read(PUBLISHED[name] | changes)
+
+
+def test_older_names_of_fields_of_nemotron_h_are_read():
+    newer = PUBLISHED["nemotron3_nano"]
+    older = {"conv_kernel": "mamba_d_conv", "time_step_min": "mamba_dt_min", "time_step_limit": "mamba_dt_limit"}
+    changed = newer | {"conv_kernel": 3, "time_step_min": 0.01}
+    assert _read({older.get(name, name): value for name, value in changed.items()}) == _read(changed) != _read(newer)

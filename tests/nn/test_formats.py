@@ -262,7 +262,7 @@ def info(*shape, axes=("embed", "mlp"), contracted=(-2,)):
 def test_what_does_not_divide_is_refused_with_what_does():
     with raises_saying(ConfigError, "Stored.group = 48", "64 inputs of mlp/up/kernel", "nearest that does is 32"):
         Stored(group=48).infos(info(64, 32))
-    with raises_saying(ConfigError, "int4.group = 128", "nearest that does is 64"):
+    with raises_saying(ConfigError, "int4.group = 128 (Stored.group)", "nearest that does is 64"):
         FORMATS["int4"][0].infos(info(64, 32))
     several = {"up": info(64, 32), "down": info(96, 64)}
     with raises_saying(ConfigError, "int4.group = 128", "nearest that does is 32, which divides those of all matrices"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,6 +126,10 @@ def test_settings_that_do_not_fit_are_one_sentence():
     with raises_saying(ConfigError, "Sparse.group = 5 does not divide the 16 inputs of q", "4"):
         Sparse(group=5).covers(info)
     assert Sparse(group=4).covers(info)
+    both = [info, dataclasses.replace(info, path="up", shape=(36, 24))]
+    with raises_saying(ConfigError, "Sparse.group = 8 does not divide the 36 inputs of up", "is 4, which divides"):
+        Sparse(group=8).check(both)
+    Sparse(group=4).check(both)
     with raises_saying(ConfigError, "Sparse.share = 1"):
         BlockPruning(share=1)
     with raises_saying(ConfigError, "leave BlockPruning.bits"):

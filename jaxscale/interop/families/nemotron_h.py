@@ -17,6 +17,19 @@ from jaxscale.nn import Mamba2, MixtureOfExperts, NoFeedForward, NoMixer, Sigmoi
 
 _LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
 _OLDER = {"mamba": LINEAR, "attention": FULL}
+_RENAMED = {
+    "conv_kernel": "mamba_d_conv",
+    "n_groups": "mamba_n_groups",
+    "time_step_min": "mamba_dt_min",
+    "time_step_max": "mamba_dt_max",
+    "time_step_limit": "mamba_dt_limit",
+    "time_step_floor": "mamba_dt_init_floor",
+    "use_conv_bias": "mamba_conv_bias",
+    "chunk_size": "mamba_chunk_size",
+    "expand": "mamba_expand",
+}
+"""Names of fields, and those of older files."""
+
 _UNUSED = """max_position_embeddings attention_head_dim chunk_size expand mamba_ssm_cache_dtype time_step_max
     time_step_floor time_step_rank moe_shared_expert_overlap num_nextn_predict_layers mtp_layers_block_type
     mtp_hybrid_override_pattern num_logits_to_keep use_mamba_kernels rescale_prenorm_residual num_hidden_layers
@@ -83,6 +96,7 @@ def _experts(c: Fields) -> MixtureOfExperts:
 
 
 def _model(c: Fields) -> TransformerConfig:
+    c.rename(_RENAMED)
     c.only("mlp_hidden_act", "relu2")
     c.only("mamba_hidden_act", "silu")
     c.only("use_conv_bias", True)

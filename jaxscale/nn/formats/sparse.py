@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jaxtyping import Array, Float, UInt8
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, check_whole
 from jaxscale.layout import TensorInfo
+from jaxscale.layout.tensors import Tree
 from jaxscale.nn.formats.packing import pack, unpack
 from jaxscale.nn.formats.rebuilt import Axes, Rebuilt
 from jaxscale.nn.formats.stored import FLOATS, sizes_of
@@ -105,6 +107,15 @@ class Sparse(WeightFormat):
         if self.dtype not in FLOATS:
             raise ConfigError(f"Sparse.dtype = {self.dtype!r}: must be one of {', '.join(FLOATS)}")
 
+    def check(self, infos: Tree) -> None:
+        """See `WeightFormat`.
+
+        Raises:
+          ConfigError: blocks do not divide a matrix; the message has the largest that divide all.
+        """
+        of_layers = super().covers
+        self._check_blocks([i for i in jax.tree.leaves(infos) if i.contracted is not None and of_layers(i)])
+
     def covers(self, info: TensorInfo) -> bool:
         """Return whether a matrix is of a layer.
 
@@ -113,17 +124,21 @@ class Sparse(WeightFormat):
         """
         if not super().covers(info):
             return False
-        assert info.contracted is not None
-        _, inputs, outputs = sizes_of(info.shape, info.contracted)
-        for name, dims in (("group", inputs), ("outputs", outputs)):
-            size, own = math.prod(dims), getattr(self, name)
-            if size % own:
-                what = "inputs" if name == "group" else "outputs"
-                raise ConfigError(
-                    f"Sparse.{name} = {own} does not divide the {size} {what} of {info.path}; the nearest that does is "
-                    f"{max(d for d in range(1, own) if size % d == 0)}"
-                )
+        self._check_blocks([info])
         return True
+
+    def _check_blocks(self, matrices: Sequence[TensorInfo]) -> None:
+        for name, own, side in (("group", self.group, 1), ("outputs", self.outputs, 2)):
+            sizes = [math.prod(sizes_of(i.shape, i.contracted or ())[side]) for i in matrices]
+            wrong = next((n for n, size in enumerate(sizes) if size % own), None)
+            if wrong is not None:
+                what = "inputs" if side == 1 else "outputs"
+                common = math.gcd(*sizes)
+                raise ConfigError(
+                    f"Sparse.{name} = {own} does not divide the {sizes[wrong]} {what} of {matrices[wrong].path}; the "
+                    f"nearest that does is {max(d for d in range(1, own) if common % d == 0)}"
+                    f"{', which divides those of all matrices' if len(matrices) > 1 else ''}"
+                )
 
     def encode(
         self, kernel: Float[Array, "..."], contracted: tuple[int, ...], scores: Float[Array, "..."] | None = None

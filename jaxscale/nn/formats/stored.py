@@ -126,8 +126,11 @@ class Stored(WeightFormat):
                 assert size is not None
                 most = min(size, *map(math.prod, every))
                 fit = next(n for n in range(most, 0, -1) if all(block_of(own, n) is not None for own in every))
+                preset = self._called  # only `group` is a setting of presets
+                own = name == "outputs" or preset == "Stored"
+                setting = f"Stored.{name} = {size}" if own else f"{preset}.{name} = {size} (Stored.{name})"
                 raise ConfigError(
-                    f"{self._called}.{name} = {size} does not divide the {math.prod(every[wrong[0]])} "
+                    f"{setting} does not divide the {math.prod(every[wrong[0]])} "
                     f"{'inputs' if side == 1 else 'outputs'} of {matrices[wrong[0]].path}; the nearest that does is "
                     f"{fit}{', which divides those of all matrices' if len(matrices) > 1 else ''}"
                 )

@@ -184,7 +184,7 @@ def layers_of(model: nnx.Module) -> Iterator[tuple[str, Linear | Experts, tuple[
             yield "/".join(map(str, path)), module, axes
 
 
-def apply_products(model: nnx.Module, products: Products | tuple[ProductRule, ...] | None) -> None:
+def apply_products(model: nnx.Module, products: Products | ProductRule | tuple[ProductRule, ...] | None) -> None:
     """Set the numbers in which the layers of a model multiply.
 
     Args:
@@ -211,7 +211,7 @@ def apply_products(model: nnx.Module, products: Products | tuple[ProductRule, ..
                 )
 
 
-def head_arithmetic(products: Products | tuple[ProductRule, ...] | None, dtype: DTypeLike) -> Arithmetic | None:
+def head_arithmetic(products: Products | ProductRule | tuple[ProductRule, ...] | None, dtype: DTypeLike) -> Arithmetic | None:
     """Return the numbers of the output head's product, or `None` if they are those of the hidden states.
 
     Args:

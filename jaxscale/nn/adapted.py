@@ -43,11 +43,20 @@ class Adapted(Weight):
         self, x: Float[Array, "..."], axes: tuple[str, ...], contracted: tuple[int, ...], arithmetic: Arithmetic
     ) -> Float[Array, "..."]:
         """Return the product with the frozen kernel plus the low-rank product, which is not rounded further."""
-        y = as_weight(jax.lax.stop_gradient(self.kernel)).matmul(x, axes, contracted, arithmetic)
+        return self.base().matmul(x, axes, contracted, arithmetic) + self.added(x, axes, contracted, arithmetic)
+
+    def base(self) -> Weight:
+        """See `Weight`: the frozen kernel."""
+        return as_weight(jax.lax.stop_gradient(self.kernel))
+
+    def added(
+        self, x: Float[Array, "..."], axes: tuple[str, ...], contracted: tuple[int, ...], arithmetic: Arithmetic
+    ) -> Float[Array, "..."]:
+        """See `Weight`: the low-rank product."""
         inputs, outputs = axes[: len(contracted)], axes[len(contracted) :]
         down = arithmetic.plain(arithmetic.dtype)
         h = as_weight(self.a).matmul(x, (*inputs, "rank"), contracted, down) * self.scale
-        return y + as_weight(self.b).matmul(h, ("rank", *outputs), (0,), arithmetic.plain())
+        return as_weight(self.b).matmul(h, ("rank", *outputs), (0,), arithmetic.plain())
 
     def infos(self, info: TensorInfo) -> Tree:
         """See `Weight`: the kernel's own, and the kernel's inputs or outputs with the axis "rank"."""

@@ -104,14 +104,8 @@ class Linear(nnx.Module):
         """Return the kernel that is multiplied, as one array."""
         return by_column(*self.weight.matrix(self.arithmetic))
 
-    def biased(self, y: Float[Array, "..."], factors: Float[Array, "..."] | None = None) -> Float[Array, "..."]:
-        """Multiply the columns, if they have factors, and add the bias, if there is one.
-
-        Args:
-          y: the product.
-          factors: of its columns; see `jaxscale.parallel.Weight.matrix`.
-        """
-        y = by_column(y, factors)
+    def biased(self, y: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Add the bias to the product `y`, if there is one."""
         if self.bias is not None:
             # in float32, so that its gradient is summed in float32
             y = (y.astype(jnp.float32) + self.bias.get_value()).astype(self.dtype)
@@ -134,14 +128,15 @@ def into(x: Float[Array, "b s e"], *linears: Linear, overlap: bool = False) -> l
       LayoutError: with `overlap`, the layout has a `tensor` axis and does not shard as the overlap needs.
     """
     if overlap and why_no_overlap(*_hidden(linears)) != "":
-        numbers = [m.weight.arithmetic(m.arithmetic) for m in linears]
-        matrices, factors = zip(*(m.weight.matrix(m.arithmetic) for m in linears), strict=True)
+        bases = [m.weight.base() for m in linears]
+        numbers = [w.arithmetic(m.arithmetic) for w, m in zip(bases, linears, strict=True)]
+        matrices, factors = zip(*(w.matrix(m.arithmetic) for w, m in zip(bases, linears, strict=True)), strict=True)
         products: dict[int, Array] = {}
         for own in dict.fromkeys(numbers):  # one ring for those in the same numbers
             of = [n for n, other in enumerate(numbers) if other == own]
             kernels, axes = tuple(matrices[n] for n in of), tuple(linears[n].axes for n in of)
             products |= zip(of, gather_matmul(x, kernels, axes, own), strict=True)
-        return [m.biased(products[n], factors[n]) for n, m in enumerate(linears)]
+        return [m.biased(_with_added(m, x, by_column(products[n], factors[n]))) for n, m in enumerate(linears)]
     x = constrain(x, "batch", "seq", "embed")
     return [m(x) for m in linears]
 
@@ -158,10 +153,17 @@ def out_of(h: Float[Array, "b s ..."], linear: Linear, *, overlap: bool = False)
       LayoutError: see `into`.
     """
     if overlap and why_no_overlap(*_hidden((linear,))) != "":
-        matrix, factors = linear.weight.matrix(linear.arithmetic)
-        arithmetic = linear.weight.arithmetic(linear.arithmetic)
-        return linear.biased(matmul_scatter(h, matrix, linear.axes, arithmetic), factors)
+        base = linear.weight.base()
+        matrix, factors = base.matrix(linear.arithmetic)
+        y = by_column(matmul_scatter(h, matrix, linear.axes, base.arithmetic(linear.arithmetic)), factors)
+        return linear.biased(_with_added(linear, h, y))
     return linear(h)
+
+
+def _with_added(linear: Linear, x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Add what a weight adds to the product with its base, such as an adapter's product, which no ring computes."""
+    more = linear.weight.added(x, linear.axes, linear.contracted, linear.arithmetic)
+    return y if more is None else y + more
 
 
 def by_column(y: Float[Array, "..."], factors: Float[Array, "..."] | None) -> Float[Array, "..."]:

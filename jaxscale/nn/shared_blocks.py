@@ -85,6 +85,17 @@ class ScaledColumns(Weight):
         """See `Weight`: numbers of a product are those of the kernel, before its columns are scaled."""
         return as_weight(self.kernel).matrix(arithmetic)[0], self.scale
 
+    def base(self) -> Weight:
+        """See `Weight`: that of the kernel, with its columns scaled."""
+        return ScaledColumns(as_weight(self.kernel).base(), self.scale, self.outputs)
+
+    def added(
+        self, x: Float[Array, "..."], axes: tuple[str, ...], contracted: tuple[int, ...], arithmetic: Arithmetic
+    ) -> Float[Array, "..."] | None:
+        """See `Weight`: that of the kernel, with its columns scaled."""
+        more = as_weight(self.kernel).added(x, axes, contracted, arithmetic)
+        return None if more is None else by_column(more, self.scale)
+
     def arithmetic(self, arithmetic: Arithmetic) -> Arithmetic:
         """See `Weight`: that of the kernel."""
         return as_weight(self.kernel).arithmetic(arithmetic)

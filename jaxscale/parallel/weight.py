@@ -107,6 +107,16 @@ class Weight(abc.ABC):
         """
         return self.arithmetic(arithmetic).matrix(self.dense()), None
 
+    def base(self) -> Weight:
+        """Return the weight whose `matrix` an overlapped product multiplies with; `added` is the rest."""
+        return self
+
+    def added(
+        self, x: Float[Array, "..."], axes: Axes, contracted: tuple[int, ...], arithmetic: Arithmetic
+    ) -> Float[Array, "..."] | None:
+        """Return what `matmul` adds to the product with `base`; `None`, the default, is nothing. See `matmul`."""
+        return None
+
     def infos(self, info: TensorInfo) -> Tree:
         """Return a `TensorInfo` for each array of this weight, in the weight's tree structure.
 

@@ -211,7 +211,9 @@ def apply_products(model: nnx.Module, products: Products | ProductRule | tuple[P
                 )
 
 
-def head_arithmetic(products: Products | ProductRule | tuple[ProductRule, ...] | None, dtype: DTypeLike) -> Arithmetic | None:
+def head_arithmetic(
+    products: Products | ProductRule | tuple[ProductRule, ...] | None, dtype: DTypeLike
+) -> Arithmetic | None:
     """Return the numbers of the output head's product, or `None` if they are those of the hidden states.
 
     Args:

@@ -134,6 +134,10 @@ def test_sizes_that_the_mesh_does_not_divide_are_not_tried():
     wide = dataclasses.replace(RUN, layout=js.Layout("fsdp=2,tensor=4"))
     (width,) = fit_on(wide, "v5e:2x4", only=["width"]).limits
     assert width.largest % (4 * 64) == 0 and "predicted to take" in width.why
+
+
+@pytest.mark.long
+def test_lengths_that_a_ring_does_not_divide_are_not_tried():
     ring = dataclasses.replace(MODEL, attention=RingAttention())
     long = dataclasses.replace(RUN, model=ring, seq_len=1536, layout=js.Layout("fsdp=2,context=3"), batch_size=2)
     (seq,) = fit_on(long, "h100:6", only=["sequence length"]).limits

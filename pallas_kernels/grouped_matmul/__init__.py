@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.grouped_matmul import tpu, xla
+from pallas_kernels.grouped_matmul import gpu, tpu, xla
 from pallas_kernels.grouped_matmul.inputs import Facts, checked_matmul, checked_outer
 
 __all__ = ["IMPLEMENTATIONS", "NAMES", "grouped_matmul", "grouped_outer"]
@@ -46,7 +46,7 @@ def grouped_matmul(
       sizes: integers (groups,), the rows of each group; their sum is at most m.
       transposed: multiply by the transposed matrices.
       out_dtype: dtype of the output; by default the operands', int32 for int8 and float32 for 8-bit floats.
-      implementation: "mosaic_tpu", "xla", or `None` for the best here.
+      implementation: "mosaic_tpu", "mosaic_gpu", "xla", or `None` for the best here.
 
     Returns:
       (m, n); 0 in rows after the last group.
@@ -89,6 +89,7 @@ def grouped_outer(
 
 IMPLEMENTATIONS = (
     Implementation("mosaic_tpu", ("tpu",), tpu.supported, tpu.run),
+    Implementation("mosaic_gpu", ("cuda",), gpu.supported, gpu.run),
     Implementation("xla", (), xla.supported, xla.run),
 )
 """Best first."""

@@ -14,8 +14,10 @@ MODELS: dict[str, tuple[int, int, int, int]] = {
     "mixtral": (16384, 8, 4096, 14336),
     "qwen3": (32768, 128, 2048, 768),
     "gpt-oss": (16384, 32, 2880, 2880),
+    "deepseek": (16384, 8, 7168, 2048),
 }
-"""A name -> rows, groups, inputs and outputs of the experts of Mixtral-8x7B, Qwen3-30B-A3B and GPT-OSS-20B."""
+"""A name -> rows, groups, inputs and outputs of the experts of Mixtral-8x7B, Qwen3-30B-A3B, GPT-OSS-20B, and of those
+that one of 32 devices has of DeepSeek-V3's."""
 
 PRODUCTS = ("forward", "input gradient", "kernel gradient")
 

@@ -28,6 +28,7 @@ from tests.pallas_kernels.cut_cross_entropy import cases as loss_cases
 from tests.pallas_kernels.decode_attention import cases as decode_cases
 from tests.pallas_kernels.flash_attention import cases as attention_cases
 from tests.pallas_kernels.flash_attention import grid
+from tests.pallas_kernels.grouped_matmul import cases as grouped_cases
 from tests.pallas_kernels.works import loss_and_gradients, update_program
 
 
@@ -39,6 +40,7 @@ def works(small: bool = False) -> Iterator[Work]:
     yield from _loss(small)
     yield from _decode(small)
     yield from _stored(small)
+    yield from _grouped(small)
 
 
 def _key(seed: int | None) -> jax.Array:
@@ -383,3 +385,16 @@ def _stored_program(name: str, sizes: tuple[int, int, int], dtype: str, transpos
 
     matrix = jax.jit(dense)(weight)
     return Program(ours, (x, weight), tuple, lambda: jax.jit(plain)(x, matrix), lambda: _true(plain, dtype, x, matrix))
+
+
+# products of groups --------------------------------------------------------------------------------------------------
+
+
+def _grouped(small: bool) -> Iterator[Work]:
+    times, k, n = (1, 64, 192) if small else (16, 2048, 1408)  # columns that are no multiple of a tile's
+    for feature in list(grouped_cases.SIZES)[1:3]:
+        for dtype in ("bfloat16", "float16"):
+            make = functools.partial(grouped_cases.program, feature, dtype, m=512 * times, k=k, n=n, times=times)
+            yield Work(
+                "grouped_matmul", f"{feature} {512 * times}x{k}x{n}", dtype, grouped_cases.PARTS, make, large=True
+            )

@@ -23,9 +23,15 @@ SIZES: dict[str, tuple[int, ...]] = {
 PARTS = ("y", "drows", "dmatrices")
 
 
-def arrays(feature: str, dtype: str, k: int = 256, n: int = 384, m: int = 512, seed: int = 0) -> tuple[Any, ...]:
-    """Return rows, matrices, sizes and the output's cotangent; rows after the last group are large numbers."""
+def arrays(
+    feature: str, dtype: str, k: int = 256, n: int = 384, m: int = 512, seed: int = 0, times: int = 1
+) -> tuple[Any, ...]:
+    """Return rows, matrices, sizes and the output's cotangent; rows after the last group are large numbers.
+
+    With `times`, sizes are about as many times larger, and end anywhere in a tile.
+    """
     random, sizes = np.random.default_rng(seed), np.asarray(SIZES[feature], np.int32)
+    sizes = sizes * times - sizes % 7 * (times > 1)
     draw = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32).astype(dtype)  # noqa: E731
     after = jnp.arange(m)[:, None] >= sizes.sum()
     rows, dy = (jnp.where(after, jnp.asarray(1e4, dtype), draw(m, width)) for width in (k, n))
@@ -64,9 +70,9 @@ def plain(rows: jax.Array, matrices: jax.Array, dy: jax.Array, sizes: Any) -> An
     return y, drows, dot("mxk,mn->xkn", each, dy)
 
 
-def program(feature: str, dtype: str, seed: int | None) -> Program:
-    """Return the work of the parity table."""
-    rows, matrices, sizes, dy = arrays(feature, dtype, seed=draws(5, seed))
+def program(feature: str, dtype: str, seed: int | None, **shapes: int) -> Program:
+    """Return the work of the parity table, or of other shapes."""
+    rows, matrices, sizes, dy = arrays(feature, dtype, seed=draws(5, seed), **shapes)
     return Program(
         lambda implementation: three(sizes, implementation),
         (rows, matrices, dy),

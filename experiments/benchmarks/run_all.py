@@ -66,6 +66,7 @@ JOBS = (
     Job("cross_entropy", 1.0),
     Job("decode_attention", 1.0),
     Job("stored_matmul", 0.5),
+    Job("grouped_matmul", 1.0),
     Job("softmax", 1.5),
     Job("recurrence", 1.0),
     Job("generate_share", 1.0, 150.0),

@@ -16,8 +16,12 @@ import jaxscale as js
 from jaxscale.models import presets
 from jaxscale.nn import GELU, MixtureOfExperts, SoftmaxRouter
 from jaxscale.plan import flops
+from jaxscale.plan.flop_walk import operations
 from jaxscale.step import LoRA, model_flops
 from jaxscale.train import FromRun
+from pallas_kernels.dispatch import on_device
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_matmul.tpu import PART
 
 B, S, E, H, K, D, F, V = 4, 16, 32, 4, 2, 8, 48, 64
 TINY = dict(depth=2, vocab=V, width=E, heads=H, head_dim=D, hidden=F)
@@ -179,6 +183,12 @@ def test_convolutions_and_both_ragged_products():
     product = lambda x, w, s: jnp.sum(jax.lax.ragged_dot(x, w, s))  # noqa: E731
     assert flops.count(product, rows, groups, sizes).matmul == 2 * 12 * 8 * 5
     assert flops.count(jax.value_and_grad(product, (0, 1)), rows, groups, sizes).matmul == 3 * 2 * 12 * 8 * 5
+    with on_device("TPU v5p"):  # where groups end, a part of a tile is multiplied twice
+        kernel = lambda *a: jnp.sum(grouped_matmul(*a, implementation="mosaic_tpu"))  # noqa: E731
+        jaxpr = jax.make_jaxpr(jax.value_and_grad(kernel, (0, 1)))(rows, groups, sizes)
+    counted = [(r.what, r.flops, r.calls) for r in operations(jaxpr.jaxpr, "tpu") if r.what.startswith("grouped")]
+    once = 2 * (12 + 2 * PART) * 8 * 5
+    assert sorted(counted) == [("grouped_matmul", once, 1)] * 2 + [("grouped_outer", once, 1)]
 
 
 @pytest.mark.parametrize("shape, full", [((3, 64, 64), False), ((64, 16), False), ((64, 16), True), ((16, 64), False)])

@@ -1,0 +1,152 @@
+"""What experts compile to for an absent H200: memory of a layer and its gradients, and the kernels' resources.
+
+    JAX_PLATFORMS=cpu python experiments/grouped_hopper/compiled.py
+
+Programs are compiled, not run: it needs `make install EXTRAS=plot,gpu-aot` and Python 3.12, and no GPU. Writes
+compiled.json.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import aot
+from pallas_kernels.aot import compile_kernel
+from pallas_kernels.dispatch import Target
+from pallas_kernels.grouped_matmul import examples, gpu, grouped_matmul
+from pallas_kernels.grouped_matmul.inputs import Facts
+
+HERE = Path(__file__).parent
+MIB = 2**20
+_read_report = aot._read_report
+BAR = 1.2
+"""At most this many times what the arguments and results take."""
+
+
+def product(implementation: str) -> Callable[..., Any]:
+    """Return a function of rows, matrices and dy: the product and both gradients."""
+
+    def run(x: jax.Array, w: jax.Array, dy: jax.Array, sizes: jax.Array) -> Any:
+        y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, implementation=implementation), x, w)
+        return y, *pull(dy)
+
+    return run
+
+
+def layer(implementation: str) -> Callable[..., Any]:
+    """Return a function of rows, three stacks of matrices and dy: a gated layer of experts and its gradients."""
+
+    def run(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, dy: jax.Array, sizes: jax.Array) -> Any:
+        def forward(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+            of = lambda a, w: grouped_matmul(a, w, sizes, implementation=implementation)  # noqa: E731
+            return of(jax.nn.silu(of(x, gate)) * of(x, up), down)
+
+        y, pull = jax.vjp(forward, x, gate, up, down)
+        return y, *pull(dy)
+
+    return run
+
+
+def memory(model: str, what: str, implementation: str) -> dict[str, Any]:
+    """Compile a program and return its row."""
+    m, groups, k, n = examples.MODELS[model]
+    like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
+    sizes, up, down = jax.ShapeDtypeStruct((groups,), jnp.int32), like(groups, k, n), like(groups, n, k)
+    if what == "product":
+        made = compile_kernel(product(implementation), like(m, k), up, like(m, n), sizes, topology="h200")
+    else:
+        made = compile_kernel(layer(implementation), like(m, k), up, up, down, like(m, k), sizes, topology="h200")
+    used = made.memory_analysis()
+    assert used is not None
+    outside = used.argument_size_in_bytes + used.output_size_in_bytes
+    return {
+        "model": model,
+        "program": what,
+        "implementation": implementation,
+        "outside_mib": round(outside / MIB, 1),
+        "temporary_mib": round(used.temp_size_in_bytes / MIB, 1),
+        "ratio": round((outside + used.temp_size_in_bytes) / outside, 3),
+    }
+
+
+def kernel(model: str, what: str) -> dict[str, Any]:
+    """Compile a product and return its kernel's resources, and the wgmma in its code."""
+    target = Target("NVIDIA H200", "cuda")
+    fn, shapes = examples.case(gpu.run, what, examples.MODELS[model], target=target)
+    counts: list[int] = []
+
+    def read(path: Path) -> aot.Report:
+        counts.append(path.with_suffix(".ptx").read_text().count("wgmma.mma_async.sync"))
+        return _read_report(path)
+
+    with mock.patch.object(aot, "_read_report", read):
+        (report,) = aot.kernel_reports(fn, *shapes)
+    columns, slots, buffers = _tile(target, model, what)
+    return {
+        "model": model,
+        "product": what,
+        "columns": columns,
+        "slots": slots,
+        "buffers": buffers,
+        "registers": report.registers,
+        "spilled": report.spill_bytes,
+        "serialised": report.wgmma_serialised,
+        "shared_memory": report.shared_memory,
+        "wgmma": counts[0],
+    }
+
+
+def _tile(target: Target, model: str, what: str) -> tuple[int, int, int]:
+    m, groups, k, n = examples.MODELS[model]
+    k, n = (n, k) if what == "input gradient" else (k, n)
+    product: Any = "outer" if what == "kernel gradient" else "matmul"
+    dtypes = ("bfloat16",) * 3
+    return gpu.tile_of(target, Facts(product, groups, m, k, n, *dtypes, what == "input gradient"))
+
+
+def rounding(model: str, name: str, concentration: float) -> dict[str, Any]:
+    """Return the rows that the kernel multiplies over those that are routed, for drawn loads of experts."""
+    m, groups, _, _ = examples.MODELS[model]
+    random = np.random.default_rng(0)
+    ratios = []
+    for _ in range(20):
+        shares = np.ones(groups) / groups if not concentration else random.dirichlet(np.full(groups, concentration))
+        sizes = random.multinomial(m, shares)
+        ratios.append(gpu.multiplied_rows(sizes, m) / m)
+    return {"model": model, "load": name, "ratio": round(float(np.mean(ratios)), 3)}
+
+
+def main() -> None:
+    """Compile every program and write compiled.json."""
+    rows: dict[str, Any] = {"memory": [], "kernels": [], "rounding": []}
+    for model in examples.MODELS:
+        for what in ("product", "layer"):
+            for implementation in ("mosaic_gpu", "xla"):
+                rows["memory"].append(memory(model, what, implementation))
+                print(rows["memory"][-1], flush=True)
+        for what in examples.PRODUCTS:
+            rows["kernels"].append(kernel(model, what))
+            print(rows["kernels"][-1], flush=True)
+        for name, concentration in (("even", 0.0), ("skewed", 0.3)):
+            rows["rounding"].append(rounding(model, name, concentration))
+            print(rows["rounding"][-1], flush=True)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
+    head = {"date": str(datetime.date.today()), "jax": jax.__version__, "commit": commit.stdout.strip()}
+    text = json.dumps(head | rows, indent=1)
+    (HERE / "compiled.json").write_text(text + "\n")
+    for row in rows["memory"]:
+        assert row["implementation"] == "xla" or row["program"] == "layer" or row["ratio"] <= BAR, row
+
+
+if __name__ == "__main__":
+    main()

@@ -11,8 +11,14 @@ import pathlib
 from matplotlib.figure import Figure
 
 HERE = pathlib.Path(__file__).parent
-NAMES = ("attention", "window", "Mamba-2", "Gated DeltaNet", "3 : 1 hybrid", "Kimi delta")
-COLORS = ("#333333", "#9a9a9a", "#d1495b", "#2e6fb7", "#3a9a5b", "#e08e2b")
+STACKS = {
+    "('@Block()',)": ("attention", "#333333"),
+    "('@window/Block()',)": ("sliding window", "#9a9a9a"),
+    "('@mamba/Block()',)": ("Mamba-2", "#d1495b"),
+    "('@delta/Block()',)": ("Gated DeltaNet", "#2e6fb7"),
+    "('@delta/Block()', '@delta/Block()', '@delta/Block()', '@Block()')": ("3 : 1 hybrid", "#3a9a5b"),
+    "('@kimi/Block()',)": ("Kimi delta", "#e08e2b"),
+}
 PANELS = {"recall": ("eval_accuracy", "recall: share of right values"), "language": ("eval_loss", "nats per byte")}
 
 
@@ -21,14 +27,14 @@ def main() -> None:
     figure = Figure(figsize=(10, 3.6), dpi=110, layout="constrained")
     for axes, (name, (score, label)) in zip(figure.subplots(1, 2), PANELS.items(), strict=True):
         entries = json.loads((HERE / f"{name}.json").read_text())
-        for entry, title, color in zip(entries, NAMES, COLORS, strict=True):
+        for entry in entries:
+            title, color = STACKS[entry["Transformer.blocks"]]
             for run in entry["runs"]:
                 axes.plot(run["step"], run[score], color=color, linewidth=1.1, label=title)
                 title = "_"
         axes.set(xlabel="step", ylabel=f"{label}, held out")
         axes.grid(alpha=0.25)
-    axes.set_ylim(top=3.0)
-    axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8)
     figure.savefig(HERE / "stacks.png")
 
 

@@ -19,14 +19,16 @@ SCORES = ("eval_loss", "eval_accuracy", "eval_ndcg")
 
 
 def collected(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Return an entry for each setting of the sweep's axes, in their order."""
+    """Return an entry for each setting of the sweep's axes, in their order, with its finished runs."""
     groups: dict[tuple[str, ...], dict[str, Any]] = {}
     with open(folder / "results.csv") as file:
         for row in csv.DictReader(file):
+            if row["state"] != "finished":
+                continue
             names = [name for name in list(row)[: list(row).index("state")] if name != "train.seed"]
             entry = groups.setdefault(tuple(row[n] for n in names), {n: row[n] for n in names} | {"runs": []})
             entry |= {"parameters": int(row["parameters"]), "flops": float(row["flops"])}
-            run = {"seed": int(row["train.seed"]), "state": row["state"], "step": []} | {s: [] for s in SCORES}
+            run = {"seed": int(row["train.seed"]), "step": []} | {s: [] for s in SCORES}
             for line in (folder / row["run"] / "metrics.jsonl").read_text().splitlines():
                 point = json.loads(line)
                 for name in ("step", *SCORES) if SCORES[0] in point else ():
@@ -44,7 +46,7 @@ def main(folder: str, score: str) -> None:
     (HERE / f"{name}.json").write_text(f"[\n{text}\n]\n")
     for entry in entries:
         last = [run[score][-1] if run.get(score) else float("nan") for run in entry["runs"]]
-        cells = f"{', '.join(f'{x:.3f}' for x in last)} | {statistics.fmean(last):.3f} | {statistics.stdev(last):.3f}"
+        cells = f"{', '.join(f'{x:.3f}' for x in last)} | {statistics.fmean(last):.3f} | {max(last) - min(last):.3f}"
         settings = ", ".join(str(v) for n, v in entry.items() if n not in ("runs", "parameters", "flops"))
         print(f"| {settings} | {entry['parameters']:,} | {entry['flops']:.3g} | {cells} |")
 

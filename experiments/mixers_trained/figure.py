@@ -17,7 +17,6 @@ STACKS = {
     "('@mamba/Block()',)": ("Mamba-2", "#d1495b"),
     "('@delta/Block()',)": ("Gated DeltaNet", "#2e6fb7"),
     "('@delta/Block()', '@delta/Block()', '@delta/Block()', '@Block()')": ("3 : 1 hybrid", "#3a9a5b"),
-    "('@kimi/Block()',)": ("Kimi delta", "#e08e2b"),
 }
 PANELS = {"recall": ("eval_accuracy", "recall: share of right values"), "language": ("eval_loss", "nats per byte")}
 

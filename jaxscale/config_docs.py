@@ -34,7 +34,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "Trackers": ("jaxscale.train.trackers", "jaxscale.step.histograms", "jaxscale.step.flip_rate"),
     "Layout": ("jaxscale.layout",),
     "Models": ("jaxscale.models",),
-    "Model parts": ("jaxscale.nn",),
+    "Model parts": ("jaxscale.nn", "jaxscale.parallel.dispatch"),
     "Optimizers": ("jaxscale.optim",),
     "Learning-rate schedules": ("jaxscale.optim.schedules",),
     "Parametrisations": ("jaxscale.optim.mup",),

@@ -22,6 +22,7 @@ from jaxscale.nn.mlp import FeedForward, SwiGLU
 from jaxscale.nn.routers import Router, SoftmaxRouter
 from jaxscale.nn.stats import Stats
 from jaxscale.parallel import Arithmetic, Biases, Capacity, Choices, Slots, Weight, Weights, as_weight, expert_mlp
+from jaxscale.parallel.dispatch import Dispatcher
 from jaxscale.parallel.expert_products import DOWN, UP
 from jaxscale.parallel.experts import check_groups
 from jaxscale.signatures import check_method
@@ -45,11 +46,14 @@ class MixtureOfExperts:
       capacity: an expert takes at most `capacity * top_k / experts` of a group's tokens and drops the others; `None`
         drops none.
       group: number of consecutive tokens of a row that share an expert's slots; a whole row by default.
+      dispatcher: how tokens get to the devices of their experts: `DroplessDispatch()`, `AllGatherDispatch()`,
+        `HierarchicalDispatch()`, or with a capacity `SlotDispatch()`; by default the first or the last. Weights are
+        sharded alike with all.
       balance_loss: weight of the load-balance loss (0.01 in Switch).
       z_loss: weight of the squared log-partition of the router's scores (0.001 in ST-MoE, Zoph et al. 2022).
 
     Raises:
-      ConfigError: sizes out of their range, or a router that needs a capacity without one.
+      ConfigError: sizes out of their range, or a router or dispatcher that does not go with the capacity.
     """
 
     experts: int = 8
@@ -61,6 +65,7 @@ class MixtureOfExperts:
     expert: type[FeedForward] = SwiGLU
     capacity: float | None = None
     group: int | None = None
+    dispatcher: Dispatcher | None = None
     balance_loss: float = 0.0
     z_loss: float = 0.0
 
@@ -89,6 +94,8 @@ class MixtureOfExperts:
                 f"{type(self.router).__name__} needs a number of slots per expert; set MixtureOfExperts.capacity, 1.0 "
                 "for as many slots as choices"
             )
+        if self.dispatcher is not None:
+            self._check_dispatcher(self.dispatcher)
         limit = getattr(self.router, "limit", None)
         if limit is not None:
             limit.check(self.experts, self.top_k)
@@ -100,6 +107,24 @@ class MixtureOfExperts:
         for name in ("balance_loss", "z_loss"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"MixtureOfExperts.{name} = {getattr(self, name)}: must be at least 0")
+
+    def _check_dispatcher(self, dispatcher: Dispatcher) -> None:
+        name = type(dispatcher).__name__
+        if not isinstance(dispatcher, Dispatcher):
+            raise ConfigError(
+                f"MixtureOfExperts.dispatcher = {dispatcher!r}: must be a Dispatcher, such as DroplessDispatch()"
+            )
+        if dispatcher.needs_capacity and self.capacity is None:
+            raise ConfigError(
+                f"{name} sends a number of slots per expert; set MixtureOfExperts.capacity, 1.0 for as many slots as "
+                "choices, or MixtureOfExperts.dispatcher = DroplessDispatch()"
+            )
+        if self.capacity is not None and not dispatcher.needs_capacity:
+            without = "" if self.router.needs_capacity else ", or MixtureOfExperts.capacity = None"
+            raise ConfigError(
+                f"{name} drops no token, and MixtureOfExperts.capacity = {self.capacity} does; use "
+                f"SlotDispatch(){without}"
+            )
 
     def check(self, config: Any) -> None:
         """Check the model's config.
@@ -122,7 +147,7 @@ class MixtureOfExperts:
         """Return this mixture without a capacity, unless its router needs one."""
         if self.capacity is None or self.router.needs_capacity:
             return self
-        return dataclasses.replace(self, capacity=None)
+        return dataclasses.replace(self, capacity=None, dispatcher=None)
 
     @property
     def gated(self) -> bool:
@@ -286,6 +311,7 @@ class Experts(nnx.Module):
                 combine=combine,
                 arithmetic=arithmetic,
                 capacity=capacity,
+                dispatcher=c.dispatcher,
                 gathered=gathered,
             )
         if self.shared is not None:

@@ -70,7 +70,8 @@ def expert_mlp(
       an array of x's shape, in the arithmetic's dtype.
 
     Raises:
-      LayoutError: a dimension that does not divide, or a group of tokens that the layout would shard.
+      LayoutError: a dimension that does not divide, a group of tokens that the layout would shard, or mesh axes that
+        the dispatcher does not support.
     """
     if isinstance(routed, Slots):
         capacity = Capacity(routed.token.shape[3], x.shape[1] // routed.token.shape[1])
@@ -90,6 +91,7 @@ def expert_mlp(
         routed, weights, taps, biases, seed = arrays
         return _local(x[0], routed, weights, taps, biases, seed, settings, capacity, dispatcher)[None]
 
+    dispatcher.check(axes)
     if not manual:
         _check(x, weights, capacity)
     x = constrain(x, *TOKENS)

@@ -135,7 +135,7 @@ class Float32Wire(Wire):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Blocks(Wire):
+class CodedWire(Wire):
     """Rounds to a few bits with a float32 scale per block: all-to-all, mean in float32, rounding, all-gather.
 
     A block is a run of numbers along the last dimension. Each array is divided into a chunk per copy, along its first
@@ -154,7 +154,7 @@ class _Blocks(Wire):
     def pack(self, blocks: np.ndarray) -> bytes:
         """Return the codes' bytes, and then those of the scales."""
         with host_arrays():
-            codes, scales = self._encode(jnp.asarray(blocks, jnp.float32))
+            codes, scales = self.encode(jnp.asarray(blocks, jnp.float32))
         return np.asarray(codes).tobytes() + np.asarray(scales).astype("<f4").tobytes()
 
     def unpack(self, data: bytes | bytearray | memoryview, blocks: int, size: int) -> np.ndarray:
@@ -162,19 +162,28 @@ class _Blocks(Wire):
         cut, codes = blocks * self._code_bytes(size), np.dtype("u1" if self._code_bytes(size) < size else "i1")
         packed = np.frombuffer(data[:cut], codes).reshape(blocks, self._code_bytes(size))
         with host_arrays():
-            numbers = self._decode(jnp.asarray(packed), jnp.asarray(np.frombuffer(data[cut:], "<f4")))
+            numbers = self.decode(jnp.asarray(packed), jnp.asarray(np.frombuffer(data[cut:], "<f4")))
         return np.asarray(numbers)
 
     def packed_size(self, blocks: int, size: int) -> int:
         """Return the bytes of the codes, and 4 for the scale of each block."""
         return blocks * (self._code_bytes(size) + 4)
 
-    def _encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return codes (..., bytes of a block) and scales (...) of blocks (..., block)."""
+    def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return codes, int8 or uint8 (..., bytes of a block), and float32 scales (...).
+
+        Args:
+          x: float32 blocks (..., block).
+        """
         raise NotImplementedError
 
-    def _decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
-        """Return blocks (..., block) in float32."""
+    def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
+        """Return blocks (..., block) in float32.
+
+        Args:
+          codes: from `encode`.
+          scales: from `encode`.
+        """
         raise NotImplementedError
 
     def _code_bytes(self, size: int) -> int:
@@ -221,16 +230,16 @@ class _Blocks(Wire):
             *(parts.spec(layout, before=first) for first in (True, False)),
         )
         x = _constrain(x if own is None else x + own, layout, stacked)
-        codes, scales = (_constrain(a, layout, before) for a in self._encode(parts.split(x)))
-        own = None if own is None else _constrain(x - parts.join(self._decode(codes, scales), lead=1), layout, stacked)
+        codes, scales = (_constrain(a, layout, before) for a in self.encode(parts.split(x)))
+        own = None if own is None else _constrain(x - parts.join(self.decode(codes, scales), lead=1), layout, stacked)
         received = [_constrain(a, layout, after) for a in (codes, scales)]
-        total = jnp.mean(self._decode(*received), axis=0)
+        total = jnp.mean(self.decode(*received), axis=0)
         total = total if server is None else total + parts.blocks(server)
         chunk, whole = (parts.spec_of_mean(layout, chunked=chunked) for chunked in (True, False))
-        codes, scales = (_constrain(a, layout, chunk) for a in self._encode(_constrain(total, layout, chunk)))
-        server = None if server is None else (total - self._decode(codes, scales)).reshape(parts.shape)
+        codes, scales = (_constrain(a, layout, chunk) for a in self.encode(_constrain(total, layout, chunk)))
+        server = None if server is None else (total - self.decode(codes, scales)).reshape(parts.shape)
         codes, scales = (_constrain(a, layout, whole) for a in (codes, scales))
-        mean = parts.join(self._decode(codes, scales), lead=0)
+        mean = parts.join(self.decode(codes, scales), lead=0)
         return _constrain(mean, layout, _spec(info, layout)), own, server
 
     def sent(self, infos: Tree, copies: int, layout: Layout | None) -> int:
@@ -247,7 +256,7 @@ class _Blocks(Wire):
 
 @register
 @dataclasses.dataclass(frozen=True)
-class IntegerWire(_Blocks):
+class IntegerWire(CodedWire):
     """Whole numbers of 8 or 4 bits, and a float32 scale per block: its largest absolute value over 127 or 7.
 
     Each copy's numbers are rounded before they are sent, and their mean before it is sent back, so that on n devices a
@@ -275,7 +284,7 @@ class IntegerWire(_Blocks):
         """Return the bytes of the codes of a block."""
         return size // 2 if self.bits == 4 and size % 2 == 0 else size
 
-    def _encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return codes, of 4 bits two in a byte, and scales."""
         top = 2 ** (self.bits - 1) - 1
         scales = jnp.max(jnp.abs(x), axis=-1) / top
@@ -285,7 +294,7 @@ class IntegerWire(_Blocks):
         pairs = (codes + 8).astype(jnp.uint8).reshape(*x.shape[:-1], -1, 2)
         return pairs[..., 0] | (pairs[..., 1] << 4), scales
 
-    def _decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
+    def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
         """Return codes times scales."""
         if codes.dtype == jnp.uint8:
             both = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
@@ -295,7 +304,7 @@ class IntegerWire(_Blocks):
 
 @register
 @dataclasses.dataclass(frozen=True)
-class SignWire(_Blocks):
+class SignWire(CodedWire):
     """Signs, and a float32 scale per block: its mean absolute value (Bernstein et al. 2018; Tang et al. 2021).
 
     Eight signs are in a byte; a block whose size 8 does not divide is sent with a byte per sign. On n devices a number
@@ -316,14 +325,14 @@ class SignWire(_Blocks):
         """Return the bytes of the codes of a block."""
         return size if size % 8 else size // 8
 
-    def _encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return signs, eight in a byte, and scales."""
         positive = (x >= 0).astype(jnp.uint8)
         if x.shape[-1] % 8:
             return positive.astype(jnp.int8), jnp.mean(jnp.abs(x), axis=-1)
         return jnp.packbits(positive, axis=-1), jnp.mean(jnp.abs(x), axis=-1)
 
-    def _decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
+    def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
         """Return plus or minus the scales."""
         positive = jnp.unpackbits(codes, axis=-1) if codes.dtype == jnp.uint8 else codes
         return jnp.where(positive > 0, scales[..., None], -scales[..., None])

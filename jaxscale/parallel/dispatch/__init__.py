@@ -2,7 +2,20 @@
 
 from jaxscale.parallel.dispatch.base import Dispatcher, ExpertAxes
 from jaxscale.parallel.dispatch.dropless import DroplessDispatch, wire_rows
+from jaxscale.parallel.dispatch.gathered import AllGatherDispatch
+from jaxscale.parallel.dispatch.hierarchical import HierarchicalDispatch
 from jaxscale.parallel.dispatch.routed import Capacity, Choices, Slots
 from jaxscale.parallel.dispatch.slots import SlotDispatch
 
-__all__ = ["Capacity", "Choices", "Dispatcher", "DroplessDispatch", "ExpertAxes", "SlotDispatch", "Slots", "wire_rows"]
+__all__ = [
+    "AllGatherDispatch",
+    "Capacity",
+    "Choices",
+    "Dispatcher",
+    "DroplessDispatch",
+    "ExpertAxes",
+    "HierarchicalDispatch",
+    "SlotDispatch",
+    "Slots",
+    "wire_rows",
+]

@@ -6,9 +6,11 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
+import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxscale.parallel.dispatch.routed import Choices, Slots
 
@@ -47,6 +49,19 @@ class Dispatcher(abc.ABC):
     It is called on each device, within a `shard_map`, and on one device without any mesh axes.
     """
 
+    needs_capacity: ClassVar[bool] = False
+    """Whether it sends `Slots`; the others send `Choices`, and drop no token."""
+
+    def check(self, axes: ExpertAxes) -> None:  # noqa: B027  # most support all
+        """Check the mesh axes.
+
+        Args:
+          axes: the mesh axes.
+
+        Raises:
+          LayoutError: mesh axes that this way of sending does not support.
+        """
+
     @abc.abstractmethod
     def __call__(
         self, x: Float[Array, "b s e"], routed: Choices | Slots, local_experts: int, apply: Apply, axes: ExpertAxes
@@ -69,3 +84,30 @@ def size(axes: tuple[str, ...]) -> int:
       axes: the mesh axes.
     """
     return math.prod(lax.axis_size(m) for m in axes)
+
+
+def device_of(
+    ids: Int[Array, "*n"], local_experts: int, axes: ExpertAxes, along: tuple[str, ...] | None = None
+) -> Int[Array, "*n"]:
+    """Return the number, along mesh axes, of the device that an expert's rows are sent to.
+
+    Args:
+      ids: experts.
+      local_experts: experts of a device.
+      axes: the mesh axes of experts.
+      along: some of `axes.sent`; by default all.
+
+    Returns:
+      the number of devices along the mesh axes for no expert, and for one whose rows another device sends: a device
+      with the same tokens.
+    """
+    along, left = axes.sent if along is None else along, size(axes.experts)
+    device, mine = jnp.zeros_like(ids), ids < left * local_experts
+    for m in axes.experts:
+        left //= size((m,))
+        at = ids // (local_experts * left) % size((m,))
+        if m in along:
+            device = device * size((m,)) + at
+        elif m not in axes.sent:
+            mine &= at == lax.axis_index(m)
+    return jnp.where(mine, device, size(along))

@@ -9,18 +9,34 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxscale.parallel.dispatch.base import Apply, Dispatcher, ExpertAxes, size
+from jaxscale.config import register
+from jaxscale.parallel.dispatch.base import Apply, Dispatcher, ExpertAxes, device_of, size
 from jaxscale.parallel.dispatch.exchange import Exchange, carry, move
+from jaxscale.parallel.dispatch.payload import check_payload
 from jaxscale.parallel.dispatch.routed import Choices, Slots
+from jaxscale.parallel.wires import CodedWire
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class DroplessDispatch(Dispatcher):
     """Tokens are sorted by expert, for products over ragged groups; none is dropped (Gale et al. 2023).
 
     The size of the exchange depends on the data: TPUs send only the rows that are needed (`ragged_all_to_all`); other
-    platforms pad to the worst case, see `wire_rows`.
+    platforms pad to the worst case, see `wire_rows`. The default without `MixtureOfExperts.capacity`.
+
+    Args:
+      payload: the codes in which rows are sent to experts, and the cotangents of their outputs; `None` sends them as
+        they are. Experts' outputs, and the cotangents of their inputs, are always sent as they are.
+
+    Raises:
+      ConfigError: a payload that keeps rounding errors.
     """
+
+    payload: CodedWire | None = None
+
+    def __post_init__(self) -> None:
+        check_payload(self, self.payload)
 
     def __call__(
         self, x: Float[Array, "b s e"], routed: Choices | Slots, local_experts: int, apply: Apply, axes: ExpertAxes
@@ -41,9 +57,9 @@ class DroplessDispatch(Dispatcher):
         if not axes.sent:
             out = apply(rows, scale, counts[0])
         else:
-            exchange = Exchange(axes.sent, devices, n * min(k, local_experts), n * k, ragged=True)
+            exchange = Exchange(axes.sent, devices, n * min(k, local_experts), n * k, True, self.payload)
             # a TPU pads each number of a ragged exchange to a row of 128, so padded rows cost less for `scale`
-            exchange_scale = dataclasses.replace(exchange, ragged=False)
+            exchange_scale = dataclasses.replace(exchange, ragged=False, payload=None)
             theirs = lax.all_to_all(counts, axes.sent, 0, 0, tiled=True)
             sizes = counts.sum(1), theirs.sum(1)
             # each sender's rows are sorted by expert; the rows of all senders are sorted once more
@@ -80,13 +96,6 @@ def wire_rows(ids: Int[Any, "d n k"], experts: int) -> dict[str, int]:
 
 def _place(ids: Array, local_experts: int, axes: ExpertAxes) -> Array:
     """Return the sort key of each row's expert: the device it is sent to, then its number there; no expert is last."""
-    left = size(axes.experts)
-    place, mine = jnp.zeros_like(ids), ids < left * local_experts
-    for m in axes.experts:
-        left //= size((m,))
-        at = ids // (local_experts * left) % size((m,))
-        if m in axes.sent:
-            place = place * size((m,)) + at
-        else:
-            mine &= at == lax.axis_index(m)
-    return jnp.where(mine, place * local_experts + ids % local_experts, size(axes.sent) * local_experts)
+    device = device_of(ids, local_experts, axes)
+    last = size(axes.sent)
+    return jnp.where(device < last, device * local_experts + ids % local_experts, last * local_experts)

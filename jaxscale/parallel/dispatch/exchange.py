@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxscale.parallel.dispatch.payload import decode, encode
+from jaxscale.parallel.wires import CodedWire
+
 
 @jax.custom_vjp
 def move(rows: Float[Array, "r e"], order: Int[Array, " r"], back: Int[Array, " r"]) -> Float[Array, "r e"]:
@@ -30,6 +33,7 @@ class Exchange:
       max_rows: the most rows that a device receives from each other one.
       rows: rows of this device before the exchange.
       ragged: use `ragged_all_to_all` on TPUs.
+      payload: the codes in which rows are sent to experts, or `None`; rows are returned as they are.
     """
 
     axes: tuple[str, ...]
@@ -37,6 +41,7 @@ class Exchange:
     max_rows: int
     rows: int
     ragged: bool
+    payload: CodedWire | None = None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -46,8 +51,15 @@ def carry(
     """Send rows to the devices of their experts (`outbound`), or back; each direction is the derivative of the other.
 
     Before, rows are sorted by destination, `sent` to each. After, the `received` rows from device d begin at
-    `d * max_rows`, and the others are zero.
+    `d * max_rows`, and the others are zero. Of rounding to codes the derivative is that of no rounding.
     """
+    if exchange.payload is None or not outbound:
+        return _carry(rows, sent, received, exchange, outbound)
+    data = _carry(encode(rows, exchange.payload), sent, received, exchange, outbound)
+    return decode(data, exchange.payload, rows.shape[1], rows.dtype)
+
+
+def _carry(rows: Array, sent: Array, received: Array, exchange: Exchange, outbound: bool) -> Array:
     padded = functools.partial(_padded, exchange=exchange, outbound=outbound)
     if not exchange.ragged:
         return padded(rows, sent, received)

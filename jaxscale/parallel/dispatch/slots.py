@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxscale.config import register
 from jaxscale.parallel.dispatch.base import Apply, Dispatcher, ExpertAxes, size
+from jaxscale.parallel.dispatch.payload import check_payload
 from jaxscale.parallel.dispatch.routed import Choices, Slots
+from jaxscale.parallel.dispatch.whole_exchange import send, send_back
+from jaxscale.parallel.wires import CodedWire
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class SlotDispatch(Dispatcher):
     """Each expert takes a fixed number of tokens of each group and drops the others (Lepikhin et al. 2021).
 
-    All slots are exchanged, also empty ones.
+    The default with `MixtureOfExperts.capacity`, which it needs. All slots are exchanged, also empty ones.
+
+    Args:
+      payload: the codes in which rows are sent to experts, and the cotangents of their outputs; `None` sends them as
+        they are. Experts' outputs, and the cotangents of their inputs, are always sent as they are.
+
+    Raises:
+      ConfigError: a payload that keeps rounding errors.
     """
+
+    payload: CodedWire | None = None
+
+    needs_capacity: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_payload(self, self.payload)
 
     def __call__(
         self, x: Float[Array, "b s e"], routed: Choices | Slots, local_experts: int, apply: Apply, axes: ExpertAxes
@@ -31,9 +51,10 @@ class SlotDispatch(Dispatcher):
         token, weight = (_mine(a.reshape(b * n, -1, c), axes) for a in routed)
         rows = jax.vmap(lambda rows, at: jnp.take(rows, at, axis=0, mode="fill", fill_value=0))(groups, token)
         if axes.sent:
-            rows, weight = (lax.all_to_all(a, axes.sent, 1, 0, tiled=True) for a in (rows, weight))
+            weight = lax.all_to_all(weight, axes.sent, 1, 0, tiled=True)
+            rows = send(rows, axes.sent, self.payload)
         out = apply(rows, weight[..., None])
-        out = lax.all_to_all(out, axes.sent, 0, 1, tiled=True) if axes.sent else out
+        out = send_back(out, axes.sent, self.payload) if axes.sent else out
         empty = jnp.zeros((s // n, e), jnp.float32)
         y = jax.vmap(lambda token, out: empty.at[token].add(out.astype(jnp.float32), mode="drop"))(token, out)
         return y.reshape(b, s, e).astype(x.dtype)

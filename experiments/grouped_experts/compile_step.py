@@ -38,8 +38,8 @@ DTYPE_BYTES = {"bf16": 2, "f32": 4, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8"
 @contextlib.contextmanager
 def only(name: str) -> Iterator[None]:
     """Let the op have one kernel besides XLA's implementation, or none."""
-    kept = tuple(i for i in op.IMPLEMENTATIONS if i.name in (name, "xla"))
-    with mock.patch.object(op, "IMPLEMENTATIONS", kept):
+    remaining = tuple(i for i in op.IMPLEMENTATIONS if i.name in (name, "xla"))
+    with mock.patch.object(op, "IMPLEMENTATIONS", remaining):
         yield
 
 

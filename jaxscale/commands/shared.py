@@ -242,6 +242,8 @@ def load(own: Path | None, args: argparse.Namespace, bindings: list[str], also: 
         for name in also:
             gin_config.call(name)
         for name in gin_config.unused():
+            if getattr(args, "start", None):
+                _check_model_of(args.start, name, settings)
             print(f"jaxscale: warning: the binding {name} has no effect{_hint_for_unused(name)}", file=sys.stderr)
     else:
         raise ConfigError("name a gin file, such as experiments/demo.gin, or a run (explain RUN, train --resume RUN)")
@@ -256,6 +258,22 @@ def load(own: Path | None, args: argparse.Namespace, bindings: list[str], also: 
             )
         settings = dataclasses.replace(settings, layout=layout)
     return settings
+
+
+def _check_model_of(start: str, name: str, settings: TrainConfig) -> None:
+    """Check that an unused binding is not one of the model that `--from` names, which has its own settings.
+
+    Raises:
+      ConfigError: it is.
+    """
+    from jaxscale.config import registered
+
+    kind = registered().get(name.rpartition(".")[0].rpartition("/")[2])
+    if isinstance(kind, type) and isinstance(settings.model, kind):
+        raise ConfigError(
+            f"{name} has no effect, since the model is that of {start} with its own settings; leave it out, or change "
+            f"them: jaxscale train {start}/config.gin --from {start} --gin.model/{name}=..."
+        )
 
 
 def _hint_for_unused(name: str) -> str:

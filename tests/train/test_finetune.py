@@ -256,6 +256,12 @@ def test_merged_adapters_are_an_ordinary_run_from_the_command_line(base, tmp_pat
         + "".join(f"{k.replace('data', 'synthetic')} = {v}\n" for k, v in rows.items())
     )
     assert main(["train", str(tmp_path / "lora.gin"), "--from", str(base.path), "--run", "tuned", "--quiet"]) == 0
+    change = ["--gin.Transformer.logit_softcap=20.0", "--from", str(base.path), "--dry-run"]
+    capsys.readouterr()
+    assert main(["train", str(tmp_path / "lora.gin"), *change]) == 2
+    assert f"{base.path}/config.gin --from {base.path} --gin.model/Transformer.logit_soft" in capsys.readouterr().err
+    change[0] = "--gin.model/Transformer.logit_softcap=20.0"
+    assert main(["train", f"{base.path}/config.gin", *change]) == 0
     assert main(["merge", "tuned", "whole"]) == 0
     tuned, whole = js.load("tuned"), js.load("whole")
     assert tuned.config.model == MODEL and whole.config == dataclasses.replace(tuned.config, start=None, adapters=None)

@@ -105,7 +105,11 @@ class Linear(nnx.Module):
         return by_column(*self.weight.matrix(self.arithmetic))
 
     def biased(self, y: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Add the bias to the product `y`, if there is one."""
+        """Add the bias, if there is one.
+
+        Args:
+          y: the product.
+        """
         if self.bias is not None:
             # in float32, so that its gradient is summed in float32
             y = (y.astype(jnp.float32) + self.bias.get_value()).astype(self.dtype)

@@ -114,7 +114,14 @@ class Weight(abc.ABC):
     def added(
         self, x: Float[Array, "..."], axes: Axes, contracted: tuple[int, ...], arithmetic: Arithmetic
     ) -> Float[Array, "..."] | None:
-        """Return what `matmul` adds to the product with `base`; `None`, the default, is nothing. See `matmul`."""
+        """Return what `matmul` adds to the product with `base`; `None`, the default, is nothing.
+
+        Args:
+          x: activations.
+          axes: see `matmul`.
+          contracted: likewise.
+          arithmetic: likewise.
+        """
         return None
 
     def infos(self, info: TensorInfo) -> Tree:

@@ -234,7 +234,8 @@ def harden(choices: Float[np.ndarray, "l n"], heads: int, budget: int) -> tuple[
     Heads of a layer are alike before training, so their number is all that the searched model needs.
 
     Args:
-      choices: the parameters `choice` of the search, for each layer those of its heads, or one for the layer.
+      choices: the parameters `choice` of the search, for each layer those of its heads, or one for the layer; of a
+        stack of equal blocks they are one array, `js.load(run).params()["runs"][0]["blocks"][0]["attn"]["choice"]`.
       heads: heads of a layer.
       budget: softmax heads of all layers together.
 

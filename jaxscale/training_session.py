@@ -25,6 +25,7 @@ from jaxscale.data import Batch, to_devices
 from jaxscale.data.loader import weighted
 from jaxscale.errors import ConfigError, DataError, RunError, near
 from jaxscale.layout import Layout
+from jaxscale.nn.stats import TABLES
 from jaxscale.run import Run
 from jaxscale.step.backprop import Backprop, make_loss_and_grads, make_step
 from jaxscale.step.blueprint import settled
@@ -227,6 +228,7 @@ class TrainingSession:
         program = self._program(objective)
         self._goodput.phase(STEPPING)
         metrics, self._grads = program(self.state, placed, weights, self._grads)
+        metrics.pop(TABLES, None)
         self._rows += len(placed["rows"])
         numbers = {k: float(v) for k, v in jax.device_get(metrics).items()}
         for name, value in numbers.items():

@@ -1,4 +1,4 @@
-"""`jaxscale grow`: a deeper or wider model from a trained one."""
+"""`jaxscale grow`: a deeper or wider model, or one of experts, from a trained one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "grow",
-        help="make a run into one with more layers or wider ones, in a new run folder",
+        help="make a run into one with more layers, wider ones or experts, in a new run folder",
         description="Writes a new run folder with a larger model, whose weights and optimizer state are made from a "
         "trained run's.\nTraining continues at the same step.\n\n"
         "  jaxscale grow runs/small --layers 12 --out runs/large\n"
         "  jaxscale train --resume runs/large --gin.train.steps=2000\n"
         "  jaxscale grow runs/small --width 512 --out runs/wide --weights-only\n"
-        "  jaxscale train --from runs/wide my.gin",
+        "  jaxscale train --from runs/wide my.gin\n"
+        "  jaxscale grow runs/small --experts 8 --out runs/experts --weights-only",
         formatter_class=TEXT,
     )
     parser.add_argument("run", metavar="RUN", help="the trained run")
@@ -46,6 +47,17 @@ def add(commands: Any) -> None:
         help="noise that makes copies of a feature different, relative to its weights; it cancels in the output "
         "(default: 0.1)",
     )
+    parser.add_argument(
+        "--experts", type=int, metavar="N", help="experts that each feed-forward layer becomes; with --weights-only"
+    )
+    parser.add_argument("--top-k", type=int, default=2, metavar="K", help="experts per token (default: 2)")
+    parser.add_argument(
+        "--redraw",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="share of each expert's hidden features to draw anew, so that experts differ (default: 0)",
+    )
     parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
     parser.add_argument(
         "--weights-only",
@@ -70,6 +82,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     layout = None if args.layout is None else Layout(args.layout)
     sizes = dict(layers=args.layers, width=args.width, hidden=args.hidden, heads=args.heads)
     more: dict[str, Any] = dict(method=args.method, noise=args.noise, step=args.step, layout=layout)
+    more |= dict(experts=args.experts, top_k=args.top_k, redraw=args.redraw)
     grown = grow(source, args.out, weights_only=args.weights_only, **sizes, **more)
     own = imports_of(grown)
     then = f"train --from {grown.place} CONFIG{own}"

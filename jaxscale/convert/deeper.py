@@ -60,6 +60,12 @@ class Deeper:
         """
         return {name: self._one(name, arrays, before, info) for name, info in after.items()}
 
+    def params(
+        self, arrays: Mapping[str, jax.Array], before: Mapping[str, TensorInfo], after: Mapping[str, TensorInfo]
+    ) -> dict[str, jax.Array]:
+        """Return the parameters of the deeper model; arguments as of `arrays`."""
+        return self.silenced(self.arrays(arrays, before, after), after)
+
     def silenced(
         self,
         arrays: Mapping[str, jax.Array],

@@ -1,4 +1,4 @@
-"""Grow a run into a deeper or wider one, its optimizer state included: a run folder that training can continue."""
+"""Grow a run into a deeper or wider one, or one of experts, optimizer state included where the smaller one shows it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax
 
 from jaxscale.convert.deeper import Deeper, deepened
 from jaxscale.convert.new_run import begin, check_new, finish, save_params
+from jaxscale.convert.upcycled import Upcycled, upcycled
 from jaxscale.convert.wider import Wider, widened
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout, TensorInfo, path_name, shardings_of
@@ -20,7 +21,7 @@ from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.state import Blueprint, TrainState, describe_model
 from jaxscale.train.run import checkpoints_in
 
-Growth = Deeper | Wider
+Growth = Deeper | Wider | Upcycled
 
 
 def grow(
@@ -33,6 +34,9 @@ def grow(
     hidden: int | None = None,
     heads: int | None = None,
     noise: float = 0.1,
+    experts: int | None = None,
+    top_k: int = 2,
+    redraw: float = 0.0,
     step: int | None = None,
     weights_only: bool = False,
     layout: Layout | None = None,
@@ -54,6 +58,9 @@ def grow(
       hidden: hidden width of the feed-forward layers; by default it grows as `width`.
       heads: number of query heads; by default it grows as `width`.
       noise: see `jaxscale.convert.wider.Wider`.
+      experts: number of experts that each feed-forward layer becomes, copies of it; needs `weights_only`.
+      top_k: experts per token.
+      redraw: see `jaxscale.convert.upcycled.Upcycled`.
       step: the checkpoint's step; the newest by default.
       weights_only: write the evaluation parameters only (for adapters, merged with the model).
       layout: where to compute; the default device by default.
@@ -78,10 +85,20 @@ def grow(
     if (width, hidden, heads) != (None, None, None):
         before = growths[0].model if growths else config.model
         growths.append(widened(before, width=width, hidden=hidden, heads=heads, noise=noise, seed=config.seed))
+    if experts is not None:
+        before = growths[-1].model if growths else config.model
+        growths.append(upcycled(before, experts=experts, top_k=top_k, redraw=redraw, seed=config.seed))
+        if not weights_only:
+            raise ConfigError(
+                f"experts = {experts}: the optimizer's state is that of the dense layers, and an expert's gradients "
+                "are those of its own tokens; grow the weights only (--weights-only)"
+            )
+    elif redraw:
+        raise ConfigError(f"redraw = {redraw} has no effect without experts; set experts, or leave it out")
     if layers is None and method != "stack":
         raise ConfigError(f"method = {method!r} has no effect without a number of layers; set layers, or leave it out")
     if not growths:
-        raise ConfigError("nothing grows; set layers, width, hidden or heads")
+        raise ConfigError("nothing grows; set layers, width, hidden, heads or experts")
     if config.stored is not None:
         raise ConfigError(
             f"{run.place} stores its matrices as {config.stored.describe()}; "
@@ -137,7 +154,7 @@ def _grown_params(params: Tree, growths: list[Growth], layout: Layout | None) ->
     def grown(params: Tree) -> Tree:
         arrays = _by_name(params)
         for growth, before, after in zip(growths, infos, infos[1:], strict=False):
-            arrays = _params(growth, arrays, before, after)
+            arrays = growth.params(arrays, before, after)
         return _tree(target, arrays)
 
     return jax.jit(grown, out_shardings=shardings_of(target, layout))(params)
@@ -176,8 +193,9 @@ def _state(growth: Growth, state: TrainState, before: Blueprint, after: Blueprin
             f"the state of {type(after.algorithm).__name__} has further copies of the parameters, which cannot be made "
             "wider; grow the weights only (--weights-only)"
         )
-    params = _tree(infos[1]["params"], _params(growth, *named("params")))
-    extra = _tree(infos[1]["extra"], _params(growth, *named("extra")))
+    params = _tree(infos[1]["params"], growth.params(*named("params")))
+    extra = _tree(infos[1]["extra"], growth.params(*named("extra")))
+    assert not isinstance(growth, Upcycled)
     if isinstance(growth, Wider):
         opt_state = growth.moments(*named("opt_state"))
     else:
@@ -187,14 +205,6 @@ def _state(growth: Growth, state: TrainState, before: Blueprint, after: Blueprin
         first = after.algorithm.init(after, one)["opt_state"]
         opt_state = growth.silenced(opt_state, named("opt_state")[2], _by_name(first))
     return state.replace(params=params, extra=extra, opt_state=_tree(infos[1]["opt_state"], opt_state))
-
-
-def _params(
-    growth: Growth, arrays: Mapping[str, Any], before: Mapping[str, TensorInfo], after: Mapping[str, TensorInfo]
-) -> dict[str, Any]:
-    if isinstance(growth, Wider):
-        return growth.params(arrays, before, after)
-    return growth.silenced(growth.arrays(arrays, before, after), after)
 
 
 def _by_name(tree: Tree) -> dict[str, Any]:

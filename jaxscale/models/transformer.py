@@ -255,7 +255,7 @@ class Transformer(nnx.Module):
         rotary = {r: r.tables(place, c.sizes.rotary_dim) for r in kinds if r is not None}
         columns = None if order is None else jnp.asarray(order, jnp.int32)
         masks = positions if mask_positions is None else mask_positions
-        return Context(masks, segment_ids, rotary, order=columns, **inputs)
+        return Context(masks, segment_ids, rotary, order=columns, layers=c.depth + c.multi_token, **inputs)
 
     def layers(
         self,

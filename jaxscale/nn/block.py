@@ -139,7 +139,7 @@ class Block(nnx.Module):
             y, stats = self.attn(_for(self.attn, h), context), {}
             if reports(self.attn):
                 y, stats = y
-        return self._post(self.attn_post_norm, y), of_layer(self.attn, stats)
+        return self._post(self.attn_post_norm, y), of_layer(self.attn, stats, context.layer, context.layers)
 
     def _feed(self, h: Array, context: Context) -> tuple[Array, Stats]:
         with jax.named_scope("mlp"), random_products(context.key, context.rows, 1):
@@ -147,7 +147,7 @@ class Block(nnx.Module):
                 y, stats = self.mlp(h, None if context.segment_ids is None else context.segment_ids != 0)
             else:
                 y, stats = self.memory.tiled("mlp_hidden", lambda h: _cut(self.mlp(_for(self.mlp, h))))(h), {}
-        return self._post(self.mlp_post_norm, y), of_layer(self.mlp, stats)
+        return self._post(self.mlp_post_norm, y), of_layer(self.mlp, stats, context.layer, context.layers)
 
     def _norm(self, norm: nnx.Module | None, x: Array) -> Array:
         if norm is None:

@@ -29,6 +29,8 @@ class Context:
       rows: number of each row in the step's batch, int32, if these are some of its rows; `None` is all, in order.
       cache: the cache of past tokens (a `RunCache`, for one layer a `LayerCache`), or `None` in training.
       shared: what layers of one repeat of a pattern of blocks hand to later ones of it, by name; see `share`.
+      layers: number of the model's layers, for statistics of each (see `jaxscale.nn.stats`); `None` has none of these.
+      layer: the number of the layer that this context is for, if it is for one.
     """
 
     positions: Int[Array, "b s"] | None = None
@@ -41,16 +43,17 @@ class Context:
     rows: Int[Array, " b"] | None = None
     cache: RunCache | LayerCache | None = None
     shared: dict[str, Any] | None = None
+    layers: int | None = None
+    layer: Int[Array, ""] | int | None = None
 
     def at(self, layer: Int[Array, ""] | int) -> Context:
-        """Return the context for one layer, which has its own random key.
+        """Return the context for one layer, which has its own number and random key.
 
         Args:
           layer: the layer's number in the model.
         """
-        if self.key is None:
-            return self
-        return dataclasses.replace(self, key=jax.random.fold_in(self.key, layer))
+        key = None if self.key is None else jax.random.fold_in(self.key, layer)
+        return dataclasses.replace(self, key=key, layer=layer)
 
     def caching(self, cache: RunCache | LayerCache | None) -> Context:
         """Return the context with another cache.
@@ -96,7 +99,7 @@ class Context:
         """
         positions, segment_ids, tables, key, rows, order = arrays
         tables = dict(zip(self.rotary, tables, strict=True))
-        return Context(positions, segment_ids, tables, key, rows=rows, order=order)
+        return Context(positions, segment_ids, tables, key, rows=rows, order=order, layers=self.layers)
 
 
 def dropout(

@@ -20,7 +20,7 @@ from jaxscale.nn.linear import truncated_std
 from jaxscale.nn.memory import MemoryPolicy
 from jaxscale.nn.mlp import FeedForward, SwiGLU
 from jaxscale.nn.routers import Router, SoftmaxRouter
-from jaxscale.nn.stats import Stats
+from jaxscale.nn.stats import BY_LAYER, Stats
 from jaxscale.parallel import Arithmetic, Biases, Capacity, Choices, Slots, Weight, Weights, as_weight, expert_mlp
 from jaxscale.parallel.dispatch import Dispatcher
 from jaxscale.parallel.expert_products import DOWN, UP
@@ -49,7 +49,9 @@ class MixtureOfExperts:
       dispatcher: how tokens get to the devices of their experts: `DroplessDispatch()`, `AllGatherDispatch()`,
         `HierarchicalDispatch()`, or with a capacity `SlotDispatch()`; by default the first or the last. Weights are
         sharded alike with all.
-      balance_loss: weight of the load-balance loss (0.01 in Switch).
+      balance_loss: weight of the load-balance loss (0.01 in Switch), over the tokens of a micro-batch on all devices.
+      sequence_balance: balance the tokens of each row, and not those of all rows together; the loss is the mean over
+        rows (DeepSeek-V3, Liu et al. 2024, eq. 17, with a weight of 1e-4).
       z_loss: weight of the squared log-partition of the router's scores (0.001 in ST-MoE, Zoph et al. 2022).
 
     Raises:
@@ -67,6 +69,7 @@ class MixtureOfExperts:
     group: int | None = None
     dispatcher: Dispatcher | None = None
     balance_loss: float = 0.0
+    sequence_balance: bool = False
     z_loss: float = 0.0
 
     def __post_init__(self) -> None:
@@ -103,6 +106,11 @@ class MixtureOfExperts:
             raise ConfigError(
                 "MixtureOfExperts.shared_gate = True has no effect without shared experts; set shared, or leave "
                 "it False"
+            )
+        if self.sequence_balance and not self.balance_loss:
+            raise ConfigError(
+                "MixtureOfExperts.sequence_balance = True has no effect without the load-balance loss; set "
+                "balance_loss (0.0001 in DeepSeek-V3), or leave it False"
             )
         for name in ("balance_loss", "z_loss"):
             if not getattr(self, name) >= 0:
@@ -377,14 +385,18 @@ class Experts(nnx.Module):
         """Return the statistics over all tokens of the batch that are not padding, on all devices."""
         c = self.config
         x = scores.shape[-1]
-        tokens = jnp.maximum(jnp.sum(real, dtype=jnp.float32), 1.0)
+        count = jnp.sum(real, dtype=jnp.float32)
+        tokens = jnp.maximum(count, 1.0)
         if isinstance(routed, Slots):
-            dropped, load = _slots_load(routed, real)
+            dropped, by_row = _slots_load(routed, real)
         else:
-            dropped, load = _choices_load(routed.ids, x, capacity)
+            dropped, by_row = _choices_load(routed.ids, x, capacity)
+        load = jnp.sum(by_row, axis=0)
         share = load / jnp.maximum(jnp.sum(load), 1.0)
-        mean = jnp.sum(jnp.where(real[..., None], c.router.probabilities(scores), 0.0), axis=(0, 1)) / tokens
-        balance = x * jnp.sum(share * mean)
+        probabilities = jnp.where(real[..., None], c.router.probabilities(scores), 0.0)
+        mean = jnp.sum(probabilities, axis=(0, 1)) / tokens
+        entropy = jnp.sum(jax.scipy.special.entr(lax.stop_gradient(probabilities)))
+        balance = _balance_of_rows(by_row, probabilities, real) if c.sequence_balance else x * jnp.sum(share * mean)
         z = jnp.sum(jnp.where(real, jnp.square(jax.nn.logsumexp(scores, axis=-1)), 0.0)) / tokens
         loss = c.balance_loss * balance + c.z_loss * z
         if bias is not None:  # its value is 0, and its derivative is each expert's load above the mean
@@ -396,24 +408,38 @@ class Experts(nnx.Module):
             "router_z": z,
             "dropped": dropped,
             "max_load": x * jnp.max(share),
+            "router_entropy": entropy / tokens,
+            # how often each expert was chosen, the number of tokens, and the sum of their entropies
+            f"{BY_LAYER}experts_{x}": jnp.concatenate([load, jnp.stack([count, entropy])]),
         }
 
 
+def _balance_of_rows(
+    load: Float[Array, "b x"], probabilities: Float[Array, "b s x"], real: Bool[Array, "b s"]
+) -> Float[Array, ""]:
+    """Return the mean over rows with tokens of experts * sum over experts of (share of choices * mean probability)."""
+    tokens = jnp.sum(real, axis=1, dtype=jnp.float32)
+    share = load / jnp.maximum(jnp.sum(load, axis=1, keepdims=True), 1.0)
+    mean = jnp.sum(probabilities, axis=1) / jnp.maximum(tokens, 1.0)[:, None]
+    rows = jnp.maximum(jnp.sum(tokens > 0, dtype=jnp.float32), 1.0)
+    return load.shape[-1] * jnp.sum(share * mean) / rows
+
+
 def _choices_load(ids: Int[Array, "b s k"], experts: int, capacity: Capacity | None) -> tuple[Array, Array]:
-    """Return the share of choices without a slot, and how often each expert was chosen."""
+    """Return the share of choices without a slot, and how often each expert was chosen by each row's tokens."""
     b, s, k = ids.shape
     group = s if capacity is None else capacity.group
     chosen = jax.nn.one_hot(ids, experts, dtype=jnp.float32).reshape(b, s // group, group * k, experts)
     counts = jnp.sum(chosen, axis=2)
     dropped = jnp.zeros([]) if capacity is None else jnp.sum(jnp.maximum(counts - capacity.slots, 0.0))
-    return dropped / jnp.maximum(jnp.sum(counts), 1.0), jnp.sum(counts, axis=(0, 1))
+    return dropped / jnp.maximum(jnp.sum(counts), 1.0), jnp.sum(counts, axis=1)
 
 
 def _slots_load(slots: Slots, real: Bool[Array, "b s"]) -> tuple[Array, Array]:
-    """Return the share of tokens that no expert chose, and how many each expert chose."""
+    """Return the share of tokens that no expert chose, and how many of each row each expert chose."""
     b, n, x, c = slots.token.shape
     group = real.shape[1] // n
     chosen = jax.nn.one_hot(slots.token, group, dtype=jnp.float32)
     none = (jnp.sum(chosen, axis=(2, 3)) == 0) & real.reshape(b, n, group)
     share = jnp.sum(none, dtype=jnp.float32) / jnp.maximum(jnp.sum(real, dtype=jnp.float32), 1.0)
-    return share, jnp.sum(chosen, axis=(0, 1, 3, 4))
+    return share, jnp.sum(chosen, axis=(1, 3, 4))

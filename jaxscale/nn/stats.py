@@ -1,22 +1,32 @@
-"""Statistics of a forward pass that layers return beside their output: float32 scalars by name; most layers have none.
+"""Statistics of a forward pass that layers return beside their output: float32 by name; most layers have none.
 
 A mixer or feed-forward layer that reports has an attribute `reports`, the prefix of its numbers' names in the training
 log ("moe"), and returns its output and statistics: "loss" is what it adds to the training loss, "layers" is 1, the
 others are meaningful as an average over the layers with that prefix. All are means over the tokens that are not
 padding, on all devices. A block returns those of its two sub-layers, a run of blocks sums them over its layers, and a
 model over its runs, so a pipeline stage has the sum of its own layers.
+
+A statistic whose name begins with `BY_LAYER` is not a scalar but a vector of sums over tokens. A block makes it a row
+of a matrix of all layers in which the other rows are 0, so that the sums above have a row for each layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-Stats = dict[str, Float[Array, ""]]
+Stats = dict[str, Float[Array, "..."]]
+
+BY_LAYER = "by_layer/"
+"""Beginning of the names of statistics that have a row for each layer."""
+
+TABLES = "jaxscale.by_layer"
+"""Key of a step's metrics under which the statistics by layer are, a dict of float32 (layers, n) by name."""
 
 
 def reports(layer: nnx.Module) -> str | None:
@@ -28,14 +38,27 @@ def reports(layer: nnx.Module) -> str | None:
     return getattr(layer, "reports", None)
 
 
-def of_layer(layer: nnx.Module, stats: Stats) -> Stats:
+def of_layer(
+    layer: nnx.Module, stats: Stats, number: Int[Array, ""] | int | None = None, layers: int | None = None
+) -> Stats:
     """Return what a layer reports by names that tell its numbers from those of other kinds of layers: "moe/dropped".
+
+    Each vector of `BY_LAYER` becomes a row of a matrix of zeros.
 
     Args:
       layer: the layer.
       stats: what it returned.
+      number: the number of its block in the model.
+      layers: the model's number of blocks; `None` drops the vectors.
     """
-    return {k if k == "loss" else f"{reports(layer)}/{k}": v for k, v in stats.items()}
+    out = {}
+    for name, value in stats.items():
+        if not name.startswith(BY_LAYER):
+            out[name if name == "loss" else f"{reports(layer)}/{name}"] = value
+        elif number is not None and layers is not None:
+            here = jnp.arange(layers) == number
+            out[name] = jnp.where(here[:, None], value, 0.0)
+    return out
 
 
 def total(parts: Iterable[Stats]) -> Stats:
@@ -51,7 +74,7 @@ def none_of(stats: Stats) -> Stats:
     return jax.tree.map(jnp.zeros_like, stats)
 
 
-def over_layers(stacked: dict[str, Float[Array, " l"]]) -> Stats:
+def over_layers(stacked: dict[str, Float[Array, "l ..."]]) -> Stats:
     """Sum the statistics that a scan returned for each layer."""
     return jax.tree.map(lambda v: jnp.sum(v, axis=0), stacked)
 
@@ -71,5 +94,18 @@ def metrics(stats: Stats) -> dict[str, Float[Array, ""]]:
     Args:
       stats: the model's statistics.
     """
-    named = {k: k.split("/") for k in stats if k != "loss"}
+    named = {k: k.split("/") for k in stats if k != "loss" and not k.startswith(BY_LAYER)}
     return {f"{of}_{name}": stats[k] / stats[f"{of}/layers"] for k, (of, name) in named.items() if name != "layers"}
+
+
+def tables(terms: Mapping[str, Any]) -> dict[str, dict[str, Float[Array, "l n"]]]:
+    """Return the statistics by layer as an entry of a step's metrics; none if there are none.
+
+    Args:
+      terms: an objective's terms, summed over the batch, with the model's statistics as "stats".
+    """
+    stats = terms.get("stats")
+    if not isinstance(stats, Mapping):  # an objective's own
+        return {}
+    found = {k.removeprefix(BY_LAYER): v for k, v in stats.items() if k.startswith(BY_LAYER)}
+    return {TABLES: found} if found else {}

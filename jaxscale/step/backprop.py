@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxscale.config import register
 from jaxscale.layout import constrain
+from jaxscale.nn.stats import tables
 from jaxscale.optim import apply_gradients, gradient_norm
 from jaxscale.optim.base import Schedule
 from jaxscale.step.algorithm import NEXT_TOKEN, Algorithm, Metrics, Step, Tree
@@ -189,7 +190,9 @@ def make_loss_and_grads(
 
         if accumulate == 1:
             grads, terms = grad(params, batch, key, weights, frozen)
-            return with_logged(objective.metrics(terms | weights), terms, 1), lay_out(like_params(grads))
+            return with_logged(objective.metrics(terms | weights), terms, 1) | tables(terms), lay_out(
+                like_params(grads)
+            )
 
         def micro(carry: Tree, part: Batch) -> tuple[Tree, Totals]:
             grads, terms = grad(params, part, key, weights, frozen)
@@ -198,7 +201,7 @@ def make_loss_and_grads(
         zeros = lay_out(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
         grads, terms = jax.lax.scan(micro, zeros, split_rows(blueprint, batch, accumulate, objective.group))
         terms = jax.tree.map(lambda x: jnp.sum(x, axis=0), terms)
-        return with_logged(objective.metrics(terms | weights), terms, accumulate), like_params(grads)
+        return with_logged(objective.metrics(terms | weights), terms, accumulate) | tables(terms), like_params(grads)
 
     return loss_and_grads
 

@@ -18,7 +18,7 @@ from jaxscale.working_copy import as_named, local, upload_files, url_of
 INFO, CONFIG, TRACKERS = "run.json", "config.gin", "trackers.json"
 FILES = (
     CONFIG, INFO, "metrics.jsonl", "samples.jsonl", "skipped.jsonl", "outcome.json", "sweep.gin", "trials.jsonl",
-    TRACKERS, digests.FILE,
+    "experts.jsonl", TRACKERS, digests.FILE,
 )  # fmt: skip
 """Files of a run or sweep folder, in the order in which they are checked."""
 

@@ -15,13 +15,14 @@ import numpy as np
 from jaxscale.data import Batch
 from jaxscale.errors import CheckpointError, RunError
 from jaxscale.interrupts import STOPS
+from jaxscale.nn.stats import TABLES
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.guards import RollBack, Watched
 from jaxscale.step.histograms import HISTOGRAMS
 from jaxscale.step.prepare import Prepared
 from jaxscale.step.rates import examples, model_flops, peak_flops
 from jaxscale.step.state import TrainState
-from jaxscale.train import agree
+from jaxscale.train import agree, expert_load
 from jaxscale.train.calls import Calls
 from jaxscale.train.folders import remove_unbegun
 from jaxscale.train.goodput import OTHER, STEPPING, Goodput, sentence
@@ -290,6 +291,7 @@ class Loop:
             while len(pending) > (0 if evaluate or last or save else self.lag):
                 step, metrics = pending.pop(0)
                 counts: Any = metrics.pop(HISTOGRAMS, {})
+                tables: Any = metrics.pop(TABLES, {})
                 row = self._numbers(step, metrics)
                 for watch in self.watches:
                     watch.after(step, row)
@@ -305,6 +307,8 @@ class Loop:
                 self._write(row, files)
                 if counts and config.histograms is not None and _every(config.histograms.every, step):
                     self.record.histograms(step, counts)
+                if tables and (step == self.last or _every(expert_load.every(config.steps), step)):
+                    self.record.experts(step, tables)
                 if evaluate and step == now and now < self.last:
                     self.record.progress(now)
             if save:

@@ -15,7 +15,8 @@ from jaxscale.step.trackers import Histogram
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_DRAWING = threading.Lock()  # matplotlib draws on one thread at a time
+DRAWING = threading.Lock()
+"""Matplotlib draws on one thread at a time."""
 
 
 def plot_loss(rows: list[dict[str, Any]], title: str, path: Path | None = None) -> Figure:
@@ -40,7 +41,7 @@ def plot_loss(rows: list[dict[str, Any]], title: str, path: Path | None = None) 
     points = [(r["step"], r["loss"]) for r in rows if "loss" in r]
     if not points:
         raise RunError(f"{title} has no losses to draw yet; train at least one step")
-    with _DRAWING:
+    with DRAWING:
         figure = Figure(figsize=(7, 4), dpi=130, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
@@ -80,7 +81,7 @@ def plot_histograms(histograms: Mapping[str, Histogram], title: str) -> np.ndarr
         raise RunError("drawing histograms needs matplotlib: pip install 'jaxscale[plot]'") from None
     columns = min(4, len(histograms))
     rows = -(-len(histograms) // columns)
-    with _DRAWING:
+    with DRAWING:
         figure = Figure(figsize=(3.2 * columns, 2 * rows + 0.4), dpi=90, layout="constrained")
         canvas = FigureCanvasAgg(figure)
         figure.suptitle(title)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jax
 from jaxscale.errors import DataError, RunError
 from jaxscale.step.histograms import on_host
 from jaxscale.step.prepare import Prepared
+from jaxscale.train import expert_load
 from jaxscale.train.checkpoints import Checkpoints
 from jaxscale.train.files import CONFIG, INFO, write_json
 from jaxscale.train.goodput import Goodput
@@ -84,10 +86,28 @@ class Record:
         if self._trackers is not None:
             self._trackers.histograms(step, on_host(jax.device_get(counts)))
 
+    def experts(self, step: int, tables: Any) -> None:
+        """Append how tokens were routed to `experts.jsonl`, and send its numbers to the trackers.
+
+        Args:
+          step: the step, from 1.
+          tables: the step's statistics by layer (see `jaxscale.nn.stats`).
+        """
+        if not self.run.is_main:
+            return
+        line = expert_load.line_of(step, jax.device_get(tables))
+        file = MetricsFile(self.run.path / expert_load.FILE)
+        file.write(line)
+        file.close()
+        if self._trackers is not None:
+            self._trackers.write({"step": step, **expert_load.numbers_of(line)})
+
     def progress(self, step: int) -> None:
-        """Send the loss so far to the trackers as a picture, which the thread of a tracker draws."""
+        """Send the loss and the loads of experts so far to the trackers as pictures, which their threads draw."""
         if self._trackers is not None:
             self._trackers.artifact(self.run.path / LOSS, step, self.run.plot)
+            if (self.run.path / expert_load.FILE).exists():
+                self._trackers.artifact(self.run.path / expert_load.PICTURE, step, self._draw_experts)
 
     def finish(self) -> None:
         """Finish the trackers, after the last picture and sample; waits for a limited time."""
@@ -150,16 +170,23 @@ class Record:
                 self._trackers.artifact(self.run.path / "samples.jsonl", step)
 
     def picture(self) -> None:
-        """Write `loss.png`, or warn why that is not possible."""
+        """Write `loss.png`, and `experts.png` of a run with experts, or warn why that is not possible."""
         if not self.run.is_main:
             return
-        try:
-            self.run.plot(self.run.path / LOSS)
-        except RunError as e:
-            self.warn(f"{e}")
-            return
-        if self._trackers is not None:
-            self._trackers.artifact(self.run.path / LOSS, self._written["step"])
+        pictures: dict[str, Callable[[Path], Any]] = {LOSS: self.run.plot}
+        if (self.run.path / expert_load.FILE).exists():
+            pictures[expert_load.PICTURE] = self._draw_experts
+        for name, draw in pictures.items():
+            try:
+                draw(self.run.path / name)
+            except RunError as e:
+                self.warn(f"{e}")
+                return
+            if self._trackers is not None:
+                self._trackers.artifact(self.run.path / name, self._written["step"])
+
+    def _draw_experts(self, path: Path) -> None:
+        expert_load.draw_experts(expert_load.read_experts(self.run.path / expert_load.FILE), self.run.path.name, path)
 
     def _started_from(self, before: dict[str, Any]) -> dict[str, Any]:
         """Entry with the run and checkpoint of the first parameters; looked up once, since that run may be deleted."""

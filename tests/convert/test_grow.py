@@ -15,6 +15,7 @@ import jaxscale as js
 from jaxscale.cli import main
 from jaxscale.convert.deeper import deepened
 from jaxscale.convert.grow import _by_name, _grown_params, grow
+from jaxscale.convert.upcycled import upcycled
 from jaxscale.convert.wider import widened
 from jaxscale.errors import ConfigError, JaxscaleError, RunError
 from jaxscale.layout import Layout
@@ -186,6 +187,39 @@ def test_patterns_grow_in_whole_periods():
     assert deepened(uneven, 6, "identity").sources == (0, 1, 2, 1, 2, 1)
 
 
+def test_experts_are_copies_of_the_dense_layer_and_compute_the_same():
+    dense = dataclasses.replace(MODEL, mlp=GELU, bias=True)
+    growth = upcycled(dense, experts=4, top_k=3)
+    params = random(dense)
+    assert_same_function(growth, params)
+    was, now = (p["runs"][0]["blocks"][0]["mlp"] for p in (params, grown_params(growth, params)))
+    for name in ("up", "down"):
+        np.testing.assert_array_equal(now[name], np.repeat(was[name]["kernel"][:, None], 4, axis=1))
+    assert not now["router_bias"].any() and np.std(now["router"]) == pytest.approx(MODEL.width**-0.5, rel=0.2)
+    assert not np.array_equal(*now["router"]), "each layer draws its own router"
+
+
+def test_a_share_of_each_experts_features_is_drawn_anew():
+    """Nakamura et al. (2025): the same columns of gate and up and rows of down, from the moments of these."""
+    dense = dataclasses.replace(MODEL, width=32, hidden=64)
+    growth = upcycled(dense, experts=4, redraw=0.25)
+    params = random(dense)
+    was, now = (p["runs"][0]["blocks"][0]["mlp"] for p in (params, grown_params(growth, params)))
+    changed = {
+        name: np.moveaxis(now[name] != was[name]["kernel"][:, None], 2 if name == "down" else 3, 2)
+        for name in ("gate", "up", "down")
+    }
+    new = changed["up"].any(-1)
+    assert (new.sum(-1) == 16).all(), "a quarter of 64 features of each expert and layer"
+    assert len({tuple(x) for x in new.reshape(8, 64).tolist()}) == 8
+    for name, x in changed.items():
+        np.testing.assert_array_equal(x.all(-1), new, err_msg=name)
+        np.testing.assert_array_equal(x.any(-1), new, err_msg=name)
+    columns = now["up"][0, 0][:, new[0, 0]], was["up"]["kernel"][0][:, new[0, 0]]
+    assert np.mean(columns[0]) == pytest.approx(np.mean(columns[1]), abs=0.1)
+    assert np.std(columns[0]) == pytest.approx(np.std(columns[1]), rel=0.15)
+
+
 def test_what_cannot_grow_is_refused_in_a_sentence(small, tmp_path):
     for words, changes in {
         ("layers = 3", "choose 4, 6 or 8"): dict(layers=3),
@@ -199,6 +233,10 @@ def test_what_cannot_grow_is_refused_in_a_sentence(small, tmp_path):
         ("layers = 4000000", "at most 1000 times"): dict(layers=4_000_000),
         ("method = 'identity'", "no effect"): dict(width=32, method="identity"),
         ("no finished checkpoint 3",): dict(layers=4, step=3),
+        ("experts = 4", "--weights-only"): dict(experts=4),
+        ("redraw = 0.5", "set experts"): dict(layers=4, redraw=0.5),
+        ("redraw = 1", "below 1"): dict(experts=4, redraw=1, weights_only=True),
+        ("top_k = 5", "the most is 4"): dict(experts=4, top_k=5, weights_only=True),
     }.items():
         with raises_saying(JaxscaleError, *words):
             grow(small, tmp_path / "out", **changes)

@@ -16,6 +16,7 @@ from jaxscale.errors import LayoutError
 from jaxscale.layout import Layout, abstract
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import GELU, Context, MemoryPolicy, MixtureOfExperts, ReversibleRun, SigmoidRouter, metrics
+from jaxscale.nn.stats import TABLES
 from jaxscale.optim import AdamW, AdamW8bit, balanced
 from jaxscale.step import TrainConfig, blueprint_of, make_loss_and_grads, make_step
 from jaxscale.step.state import Blueprint, TrainState, describe_model
@@ -62,6 +63,7 @@ def test_accumulation_averages_what_layers_add_over_micro_batches():
     reported, grads = _gradients(ONE, BATCH, accumulate=2)
     parts = [_gradients(ONE, half) for half in halves]
     assert "moe_load_balance" in reported
+    assert_leaves_agree(reported.pop(TABLES), jax.tree.map(jnp.add, *(m.pop(TABLES) for m, _ in parts)))
     assert_leaves_agree(reported, jax.tree.map(lambda a, b: (a + b) / 2, *(m for m, _ in parts)))
     assert_leaves_agree(grads, jax.tree.map(lambda a, b: (a + b) / 2, *(g for _, g in parts)))
 
@@ -80,6 +82,9 @@ def test_recomputing_and_scanning_change_nothing():
     a, b = (_gradients(dataclasses.replace(ONE, depth=2, **changes), BATCH) for changes in variants)
     assert_leaves_agree(a[0], b[0])
     assert_leaves_agree(a[1], b[1])
+    *loads, tokens, _ = np.asarray(a[0][TABLES]["experts_4"]).T
+    assert tokens.tolist() == [BATCH["tokens"].size] * 2 and sum(loads).tolist() == (2 * tokens).tolist()
+    assert not np.array_equal(*np.transpose(loads)), "the layers have rows of their own"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +124,7 @@ def test_reversible_layers_report_and_differentiate_as_autodiff_does():
         return jnp.sum(jnp.sin(module.norm((a + b) / 2))) + loss
 
     got, reported = jax.jit(jax.grad(reversed_, has_aux=True))(params)
-    assert set(reported) == {"moe_load_balance", "moe_router_z", "moe_dropped", "moe_max_load"}
+    assert set(reported) == {f"moe_{n}" for n in ("load_balance", "router_z", "dropped", "max_load", "router_entropy")}
     assert_leaves_agree(got, jax.jit(jax.grad(plain))(params))
 
 

@@ -14,8 +14,8 @@ Tree = Any
 
 def layer(
     c: MixtureOfExperts, p: Tree, x: np.ndarray, real: np.ndarray | None = None
-) -> tuple[np.ndarray, dict[str, float]]:
-    """Return the output of the layer, (B, S, E), and its metrics.
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Return the output of the layer, (B, S, E), and its statistics.
 
     Args:
       c: config of the layer.
@@ -32,10 +32,14 @@ def layer(
         matrices = [p["shared"][n]["kernel"] if n in p["shared"] else None for n in ("gate", "up", "down")]
         weight = 1 / (1 + np.exp(-(x @ p["shared_gate"])))[..., None] if c.shared_gate else 1.0
         y = y + weight * _expert(c, x, *matrices)
+    by_row, load = load, load.sum(0)
     share = load / load.sum()
-    mean = probabilities[real].mean(0)
-    balance = c.experts * sum(f * q for f, q in zip(share, mean, strict=True))
+    parts = [(share, probabilities[real].mean(0))]
+    if c.sequence_balance:
+        parts = [(n / n.sum(), q[r].mean(0)) for n, q, r in zip(by_row, probabilities, real, strict=True) if r.any()]
+    balance = np.mean([c.experts * sum(f * q for f, q in zip(*part, strict=True)) for part in parts])
     z = np.mean(np.log(np.exp(scores[real]).sum(-1)) ** 2)
+    entropy = -sum(float(np.sum(q * np.log(q))) for q in probabilities[real])
     return y, {
         "loss": c.balance_loss * balance + c.z_loss * z,
         "layers": 1.0,
@@ -43,6 +47,8 @@ def layer(
         "router_z": z,
         "dropped": dropped,
         "max_load": c.experts * share.max(),
+        "router_entropy": entropy / real.sum(),
+        f"by_layer/experts_{c.experts}": np.array([*load, real.sum(), entropy]),
     }
 
 
@@ -50,7 +56,7 @@ def load(c: MixtureOfExperts, p: Tree, x: np.ndarray) -> np.ndarray:
     """Return the share of choices of each expert, before tokens are dropped."""
     values, probabilities = _values(c, x @ p["router"])
     real = np.ones(x.shape[:2], bool)
-    count = (_by_experts(c, p, x, probabilities, real) if _ec(c) else _by_tokens(c, p, x, values, real))[1]
+    count = (_by_experts(c, p, x, probabilities, real) if _ec(c) else _by_tokens(c, p, x, values, real))[1].sum(0)
     return count / count.sum()
 
 
@@ -70,8 +76,8 @@ def _values(c: MixtureOfExperts, scores: np.ndarray) -> tuple[np.ndarray, np.nda
 def _by_tokens(
     c: MixtureOfExperts, p: Tree, x: np.ndarray, values: np.ndarray, real: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    y, load, lost = np.zeros_like(x), np.zeros(c.experts), 0
     b, s, _ = x.shape
+    y, load, lost = np.zeros_like(x), np.zeros((b, c.experts)), 0
     group = s if c.capacity is None else min(c.group or s, s)
     slots = math.inf if c.capacity is None else math.ceil(c.capacity * c.top_k * group / c.experts)
     assert isinstance(c.router, SoftmaxRouter | SigmoidRouter)
@@ -84,7 +90,7 @@ def _by_tokens(
                     by = _limited(c, v + p.get("load_bias", 0.0))
                     best = np.argsort(-by, kind="stable")[: c.top_k]
                     expert = best[rank]
-                    load[expert] += 1
+                    load[row, expert] += 1
                     if used[expert] >= slots:
                         lost += 1
                         continue
@@ -108,8 +114,8 @@ def _limited(c: MixtureOfExperts, values: np.ndarray) -> np.ndarray:
 def _by_experts(
     c: MixtureOfExperts, p: Tree, x: np.ndarray, prob: np.ndarray, real: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    y, load = np.zeros_like(x), np.zeros(c.experts)
     b, s, _ = x.shape
+    y, load = np.zeros_like(x), np.zeros((b, c.experts))
     group = min(c.group or s, s)
     assert c.capacity is not None
     slots = min(group, math.ceil(c.capacity * c.top_k * group / c.experts))
@@ -122,7 +128,7 @@ def _by_experts(
                 for at in best[real[row, best]][:slots]:
                     y[row, at] += prob[row, at, expert] * _expert(c, x[row, at], *_matrices(p, expert))
                     used[row, at] = True
-                    load[expert] += 1
+                    load[row, expert] += 1
     return y, load, float(np.mean(~used[real]))
 
 

@@ -26,6 +26,8 @@ from jaxscale.config_text import LOST
 from jaxscale.errors import AlteredFile, RunError, near
 from jaxscale.seals import Lines
 from jaxscale.sweep.base import RUNNING
+from jaxscale.train import expert_load
+from jaxscale.train.expert_load import Routing, read_experts
 from jaxscale.train.files import altered_lines, read_gin, read_json
 from jaxscale.train.goodput import COLUMNS, as_left
 from jaxscale.train.metrics import Tail
@@ -116,6 +118,14 @@ class Ran:
             return None
         sizes = [self.bindings.get(name) for name in ("train.batch_size", "train.seq_len")]
         return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None  # type: ignore[arg-type]
+
+    @functools.cached_property
+    def experts(self) -> dict[int, dict[int, Routing]]:
+        """How tokens were routed to experts, by step, then by layer; `{}` without experts."""
+        try:
+            return read_experts(self.path / expert_load.FILE)
+        except RunError:  # it cannot be read, and a report is made of what can be
+            return {}
 
     @functools.cached_property
     def goodput(self) -> dict[str, Any] | None:

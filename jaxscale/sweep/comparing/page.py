@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import importlib.resources
+import io
 import json
 import math
 import re
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.errors import RunError
 from jaxscale.sweep.base import BAD, FAILED
 from jaxscale.sweep.comparing.differences import (
     Curves,
@@ -31,6 +34,7 @@ from jaxscale.sweep.comparing.differences import (
 )
 from jaxscale.sweep.comparing.folders import INTERRUPTED, SEED, UNKNOWN, Ran
 from jaxscale.sweep.comparing.table import mesh
+from jaxscale.train.expert_load import dead, draw_experts
 from jaxscale.train.goodput import PARTS, words
 from jaxscale.units import span
 from jaxscale.version import __version__
@@ -87,6 +91,7 @@ def page(
         _samples(runs, groups),
         _wall_time(runs),
         _times(times or {}),
+        _experts(runs),
         _failures(runs),
         _section("Hardware and versions", _facts(runs)),
         _section(
@@ -279,6 +284,44 @@ def _wall_time(runs: Sequence[Ran]) -> str:
 def _times(times: Mapping[str, str]) -> str:
     tables = [f"<div><h3>{_safe(run)}</h3><pre>{_safe(table)}</pre></div>" for run, table in times.items()]
     return _section("A step's time", "".join(tables)) if tables else ""
+
+
+def _experts(runs: Sequence[Ran]) -> str:
+    """The load of experts by layer at the last recorded step of each run, experts without tokens, and a picture."""
+    parts = []
+    for run in runs:
+        if not any(run.experts.values()):
+            continue
+        without, step = dead(run.experts), max(run.experts)
+        rows = [
+            _row(
+                str(layer),
+                [
+                    _number(len(at.load)),
+                    _number(at.max_load),
+                    _number(at.entropy),
+                    _share(at.evenness),
+                    _cell(", ".join(map(str, without.get(layer, ()))), classes="bad"),
+                ],
+            )
+            for layer, at in run.experts[step].items()
+        ]
+        heads = ["layer", "experts", "largest load / mean", "router entropy", "of the largest entropy", "dead experts"]
+        table = _table(heads, rows, numeric=set(heads[1:-1]))
+        parts.append(f"<div><h3>{_safe(run.name)}, step {step}</h3>{table}{_drawn(run)}</div>")
+    note = "Dead experts have no token in the last tenth of the recorded steps; entropies are in nats."
+    return _section("Experts", f"{''.join(parts)}<p class='note'>{note}</p>") if parts else ""
+
+
+def _drawn(run: Ran) -> str:
+    """The loads over steps, as a picture within the page; empty without matplotlib."""
+    data = io.BytesIO()
+    try:
+        draw_experts(run.experts, run.name).savefig(data, format="png")
+    except RunError:
+        return ""
+    picture = base64.b64encode(data.getvalue()).decode()
+    return f"<img alt='load of each expert over steps' style='max-width: 100%' src='data:image/png;base64,{picture}'>"
 
 
 def _failures(runs: Sequence[Ran]) -> str:

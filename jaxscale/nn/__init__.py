@@ -59,7 +59,7 @@ from jaxscale.nn.mixers import (
     MixedHeads,
     RetNet,
 )
-from jaxscale.nn.mlp import GELU, ClampedSwiGLU, FeedForward, GeGLU, SquaredReLU, SwiGLU
+from jaxscale.nn.mlp import GELU, ClampedSwiGLU, FeedForward, GeGLU, ReGLU, SquaredReLU, SwiGLU
 from jaxscale.nn.moe import Experts, MixtureOfExperts
 from jaxscale.nn.norms import LayerNorm, QKNorm, RMSNorm, UnitOffsetRMSNorm
 from jaxscale.nn.products import MXFP8, Clustered, Fp8, Int8, ProductRule, Products, Rounded
@@ -97,6 +97,7 @@ __all__ = [
     "Lizard",
     "Mamba2",
     "MixedHeads",
+    "ReGLU",
     "RetNet",
     "convolution",
     "matrix_recurrence",

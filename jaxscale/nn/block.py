@@ -77,9 +77,10 @@ class Block(nnx.Module):
             mixed, more = self._attend(h, context)
             # added first, so that one all-reduce serves both sub-layers
             return x + self._drop(mixed + y, context, 0), total([more, stats])
+        before = x
         mixed, more = self.attend(x, context)
         x = checkpoint_name(x + mixed, "residual_mid")
-        y, stats = self.feed(x, context)
+        y, stats = self.feed(x, context, before)
         return x + y, total([more, stats])
 
     def attend(self, x: Float[Array, "b s e"], context: Context) -> tuple[Float[Array, "b s e"], Stats]:
@@ -92,15 +93,18 @@ class Block(nnx.Module):
         y, stats = self._attend(self._norm(self.attn_norm, x), context)
         return self._drop(y, context, 0), stats
 
-    def feed(self, x: Float[Array, "b s e"], context: Context) -> tuple[Float[Array, "b s e"], Stats]:
+    def feed(
+        self, x: Float[Array, "b s e"], context: Context, before: Float[Array, "b s e"] | None = None
+    ) -> tuple[Float[Array, "b s e"], Stats]:
         """Return what the feed-forward layer adds to the residual stream, and its statistics; not for `parallel`.
 
         Args:
           x: the residual stream, after attention.
           context: the inputs that layers share.
+          before: the residual stream before attention, for a layer that `reads_before_attention`.
         """
         assert not self.parallel
-        y, stats = self._feed(self._norm(self.mlp_norm, x), context)
+        y, stats = self._feed(self._norm(self.mlp_norm, x), context, before)
         return self._drop(y, context, 1), stats
 
     @property
@@ -141,10 +145,12 @@ class Block(nnx.Module):
                 y, stats = y
         return self._post(self.attn_post_norm, y), of_layer(self.attn, stats, context.layer, context.layers)
 
-    def _feed(self, h: Array, context: Context) -> tuple[Array, Stats]:
+    def _feed(self, h: Array, context: Context, before: Array | None = None) -> tuple[Array, Stats]:
         with jax.named_scope("mlp"), random_products(context.key, context.rows, 1):
             if reports(self.mlp):
-                y, stats = self.mlp(h, None if context.segment_ids is None else context.segment_ids != 0)
+                real = None if context.segment_ids is None else context.segment_ids != 0
+                early = (before,) if getattr(self.mlp, "reads_before_attention", False) else ()
+                y, stats = self.mlp(h, real, *early)
             else:
                 y, stats = self.memory.tiled("mlp_hidden", lambda h: _cut(self.mlp(_for(self.mlp, h))))(h), {}
         return self._post(self.mlp_post_norm, y), of_layer(self.mlp, stats, context.layer, context.layers)

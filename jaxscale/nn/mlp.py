@@ -121,6 +121,14 @@ class SwiGLU(FeedForward):
 
 
 @register
+class ReGLU(FeedForward):
+    """Gated, with `max(gate, 0)`, so that most hidden features are zero (Shazeer 2020; SmallThinker)."""
+
+    gated = True
+    activation = staticmethod(jax.nn.relu)
+
+
+@register
 class GeGLU(FeedForward):
     """Gated, with a tanh-approximated GELU (Gemma)."""
 

@@ -40,6 +40,8 @@ class MixtureOfExperts:
       top_k: experts per token; with an expert-choice router, the average at `capacity = 1`.
       hidden: the hidden width of one expert; the model's `hidden` by default.
       router: chooses the experts of a token: `SoftmaxRouter()`, `SigmoidRouter()`, `ExpertChoiceRouter()`.
+      before_attention: the router reads the block's input as it is before attention and its norm, so that a token's
+        experts are known while attention runs (SmallThinker, Song et al. 2025, arXiv:2507.20984).
       shared: number of shared experts, which every token uses (Dai et al. 2024); they are one feed-forward layer.
       shared_gate: multiply the output of the shared experts by a sigmoid gate per token (Qwen1.5-MoE).
       expert: the kind of expert: `SwiGLU`, `GeGLU`, `GELU`.
@@ -62,6 +64,7 @@ class MixtureOfExperts:
     top_k: int = 2
     hidden: int | None = None
     router: Router = SoftmaxRouter()
+    before_attention: bool = False
     shared: int = 0
     shared_gate: bool = False
     expert: type[FeedForward] = SwiGLU
@@ -143,6 +146,13 @@ class MixtureOfExperts:
         Raises:
           ConfigError: a field that experts do not support.
         """
+        if self.before_attention and (config.parallel or config.stack.two_streams):
+            name = "parallel = True" if config.parallel else f"stack = @{config.stack.__name__}"
+            other = "parallel = False" if config.parallel else "stack = @Run"
+            raise ConfigError(
+                f"MixtureOfExperts.before_attention = True has no input of its own with Transformer.{name}; use "
+                f"Transformer.{other}, or leave before_attention False"
+            )
         if "mlp" in config.overlap:
             raise ConfigError("Transformer.overlap names 'mlp', and experts have other collectives; use ('attention',)")
         if "mlp_hidden" in MemoryPolicy.of(config.memory).tile:
@@ -209,8 +219,9 @@ class MixtureOfExperts:
 class Experts(nnx.Module):
     """A router and its experts, made by `MixtureOfExperts`.
 
-    Called with activations and a mask of tokens that are not padding (`real`), it returns what the layer adds and its
-    statistics (see `jaxscale.nn.stats`). Padding goes to no expert, takes no slot and is in no statistic.
+    Called with activations, a mask of tokens that are not padding (`real`) and, for `before_attention`, the block's
+    input (`before`), it returns what the layer adds and its statistics (see `jaxscale.nn.stats`). Padding goes to no
+    expert, takes no slot and is in no statistic.
 
     Args:
       config: the settings.
@@ -284,16 +295,25 @@ class Experts(nnx.Module):
                 "sequence would depend on the others; generate with MixtureOfExperts.capacity = None"
             )
 
+    @property
+    def reads_before_attention(self) -> bool:
+        """Whether it is called with the block's input, too."""
+        return self.config.before_attention
+
     def __call__(
-        self, x: Float[Array, "b s e"], real: Bool[Array, "b s"] | None = None
+        self,
+        x: Float[Array, "b s e"],
+        real: Bool[Array, "b s"] | None = None,
+        before: Float[Array, "b s e"] | None = None,
     ) -> tuple[Float[Array, "b s e"], Stats]:
         """Apply the layer; `real` are the tokens that are not padding (`None` is all)."""
         c = self.config
+        assert c.before_attention == (before is not None)
         capacity = c.slots(x.shape[1])
         if capacity is not None:
             check_groups(x.shape[1], capacity, dropless=not c.router.needs_capacity)
         with jax.named_scope("router"):
-            scores = self.scores(x)
+            scores = self.scores(x if before is None else before)
             bias = None if self.load_bias is None else self.load_bias.get_value()
             real = constrain(jnp.ones(x.shape[:2], bool) if real is None else real, "expert_batch", "expert_seq")
             routed = c.router(scores, bias, top_k=c.top_k, capacity=capacity, real=real)
@@ -362,7 +382,7 @@ class Experts(nnx.Module):
         """Return the router's scores, computed in float32.
 
         Args:
-          x: the layer's input.
+          x: the layer's input, or with `before_attention` the block's.
         """
         x = constrain(x, "expert_batch", "expert_seq", "embed").astype(jnp.float32)
         kernel = in_use(self.router.get_value(), ("embed", "router"), jnp.float32)

@@ -39,6 +39,7 @@ class ReversibleRun(Run):
     """
 
     decodable = False
+    two_streams = True
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

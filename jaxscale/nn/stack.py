@@ -89,6 +89,9 @@ class Run(nnx.Module):
       rngs: random streams of the initial values.
     """
 
+    two_streams: ClassVar[bool] = False
+    """Whether attention and feed-forward layers read streams of their own."""
+
     decodable: ClassVar[bool] = True
     """Whether it can decode with a cache."""
 

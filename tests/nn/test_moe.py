@@ -13,7 +13,7 @@ from flax import nnx
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import Layout, Rules, abstract, constrain, preset
 from jaxscale.models import TransformerConfig
-from jaxscale.nn import GELU, ClampedSwiGLU, ExpertChoiceRouter, MixtureOfExperts, SigmoidRouter, SoftmaxRouter
+from jaxscale.nn import GELU, ClampedSwiGLU, ExpertChoiceRouter, MixtureOfExperts, ReGLU, SigmoidRouter, SoftmaxRouter
 from jaxscale.parallel import Capacity, Choices
 from jaxscale.parallel.dispatch.routed import fill
 from tests.truth import numpy_experts as truth
@@ -35,7 +35,9 @@ LAYERS = {
     "gshard": Four(capacity=0.75, group=4, balance_loss=0.3),
     "qwen_moe": Four(hidden=2, router=SoftmaxRouter(normalized=False), shared=2, shared_gate=True),
     "deepseek_v3": Four(top_k=3, router=SigmoidRouter(scale=2.5), shared=1, balance_loss=0.1, sequence_balance=True),
-    "sigmoid with slots": Four(router=SigmoidRouter(normalized=False, balanced=False), capacity=1.5, z_loss=0.1),
+    "sigmoid with slots": Four(
+        router=SigmoidRouter(normalized=False, balanced=False), expert=ReGLU, capacity=1.5, z_loss=0.1
+    ),
     "balanced softmax": Four(router=SoftmaxRouter(balanced=True), expert=GELU),
     "expert choice": Four(top_k=1, router=ExpertChoiceRouter(), capacity=1.25, z_loss=0.1),
     "expert choice in groups": Four(router=ExpertChoiceRouter(), capacity=0.5, group=4, shared=1),

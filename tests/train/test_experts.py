@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxscale.errors import LayoutError
+from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import Layout, abstract
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import GELU, Context, MemoryPolicy, MixtureOfExperts, ReversibleRun, SigmoidRouter, metrics
@@ -29,7 +29,8 @@ from tests.truth.params import random_params
 SEQ = 16
 EXPERTS = MixtureOfExperts(experts=4, hidden=16, router=SigmoidRouter(), shared=1, balance_loss=0.1, z_loss=0.01)
 Small = functools.partial(TransformerConfig, vocab=64, width=32, heads=4, kv_heads=4, head_dim=8, hidden=32)
-MODEL = Small(depth=2, mlp=EXPERTS, dense_mlp=GELU, dense_layers=1, memory="full")
+EARLY = dataclasses.replace(EXPERTS, before_attention=True)
+MODEL = Small(depth=2, mlp=EARLY, dense_mlp=GELU, dense_layers=1, memory="full")
 ONE = Small(depth=1, mlp=EXPERTS)
 LAYOUTS = [
     pytest.param(Layout("expert=4"), marks=pytest.mark.long),
@@ -85,6 +86,28 @@ def test_recomputing_and_scanning_change_nothing():
     *loads, tokens, _ = np.asarray(a[0][TABLES]["experts_4"]).T
     assert tokens.tolist() == [BATCH["tokens"].size] * 2 and sum(loads).tolist() == (2 * tokens).tolist()
     assert not np.array_equal(*np.transpose(loads)), "the layers have rows of their own"
+
+
+def test_a_router_before_attention_reads_the_blocks_input_only():
+    mlp = MixtureOfExperts(experts=4, top_k=1, hidden=8, before_attention=True)
+    blueprint, params = _params(Small(depth=1, mlp=mlp, memory="none"))
+    run = jax.jit(lambda p: nnx.merge(blueprint.graphdef, p).hidden_and_stats(BATCH["tokens"]))
+    hidden, stats = run(params)
+    layer, table = params["runs"][0]["blocks"][0], np.asarray(params["embed"]["weight"], np.float64)
+    scores = (table[BATCH["tokens"]] @ layer["mlp"]["router"][0]).reshape(-1, 4)
+    p = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    want = [*np.bincount(scores.argmax(-1), minlength=4), len(scores), -np.sum(p * np.log(p))]
+    np.testing.assert_allclose(stats["by_layer/experts_4"], [want], rtol=1e-5)
+    layer["attn"]["out"]["kernel"] = -layer["attn"]["out"]["kernel"]
+    other, same = run(params)
+    assert_leaves_agree(same, stats)
+    assert not np.allclose(other, hidden)
+
+
+def test_a_router_before_attention_needs_attention_before_the_experts():
+    for name, value, advice in (("parallel", True, "parallel = False"), ("stack", ReversibleRun, "stack = @Run")):
+        with raises_saying(ConfigError, "before_attention = True", f"Transformer.{name}", f"Transformer.{advice}"):
+            Small(depth=1, mlp=EARLY, **{name: value})
 
 
 @pytest.mark.parametrize(

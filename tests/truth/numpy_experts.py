@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.nn import GELU, ExpertChoiceRouter, MixtureOfExperts, SigmoidRouter, SoftmaxRouter, SwiGLU
+from jaxscale.nn import GELU, ExpertChoiceRouter, MixtureOfExperts, ReGLU, SigmoidRouter, SoftmaxRouter, SwiGLU
 
 Tree = Any
 
@@ -141,6 +141,8 @@ def _expert(c: MixtureOfExperts, x: np.ndarray, gate: Any, up: Any, down: Any) -
     if c.expert is SwiGLU:
         g = x @ gate
         return (g / (1 + np.exp(-g)) * u) @ down
+    if c.expert is ReGLU:
+        return (np.maximum(x @ gate, 0) * u) @ down
     assert c.expert is GELU
     return (0.5 * u * (1 + np.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))) @ down
 

@@ -150,13 +150,13 @@ def _merged(parts: list[Any]) -> Any:
     return parts[0] if all(part == parts[0] for part in parts) else tuple(parts)
 
 
-_LOSSES = ("balance_loss", "z_loss", "index_loss")
-"""Weights of layers' own losses, which only training uses."""
+_LOSSES = {"balance_loss": 0.0, "sequence_balance": False, "z_loss": 0.0, "index_loss": 0.0}
+"""Settings of layers' own losses, which only training uses, and their values without any."""
 
 
 def _forward(layer: Any) -> Any:
     """Return a mixer or feed-forward layer without settings that only training uses."""
-    losses = {name: 0.0 for name in _LOSSES if hasattr(layer, name)}
+    losses = {name: none for name, none in _LOSSES.items() if hasattr(layer, name)}
     return dataclasses.replace(layer, **losses) if losses else layer
 
 

@@ -107,5 +107,5 @@ def tables(terms: Mapping[str, Any]) -> dict[str, dict[str, Float[Array, "l n"]]
     stats = terms.get("stats")
     if not isinstance(stats, Mapping):  # an objective's own
         return {}
-    found = {k.removeprefix(BY_LAYER): v for k, v in stats.items() if k.startswith(BY_LAYER)}
-    return {TABLES: found} if found else {}
+    matrices = {k.removeprefix(BY_LAYER): v for k, v in stats.items() if k.startswith(BY_LAYER)}
+    return {TABLES: matrices} if matrices else {}

@@ -19,6 +19,7 @@ from jaxscale.nn import (
     CheckedKernel,
     ContextKernel,
     Embedding,
+    LowRankExperts,
     MemoryPolicy,
     MixtureOfExperts,
     ReversibleRun,
@@ -72,7 +73,7 @@ def check_transformer(c: TransformerConfig) -> None:
         if b.mixer is not None:
             check_call("Block.mixer", b.mixer, ("width", "heads", "kv_heads", "head_dim"), MADE_WITH)
     for name, mlp in mlps:
-        if isinstance(mlp, MixtureOfExperts):
+        if isinstance(mlp, MixtureOfExperts | LowRankExperts):
             mlp.check(c)
         check_call(name, mlp, ("width", "hidden"), ("bias", "out_scale", "rngs", *overlap, *types))
     for b in c.blocks:

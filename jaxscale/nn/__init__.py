@@ -36,6 +36,7 @@ from jaxscale.nn.head import filled_logits, head_logits
 from jaxscale.nn.keys_and_state import KeysAndState
 from jaxscale.nn.latent import LatentAttention
 from jaxscale.nn.linear import Linear, project
+from jaxscale.nn.low_rank_experts import LowRankExperts
 from jaxscale.nn.memory import POLICIES, TENSORS, MemoryPolicy
 from jaxscale.nn.mixer import MADE_WITH, Mixer
 from jaxscale.nn.mixers import (
@@ -109,6 +110,7 @@ __all__ = [
     "Int8",
     "Fp8",
     "MADE_WITH",
+    "LowRankExperts",
     "CCA",
     "DSA",
     "HSTU",

@@ -346,7 +346,7 @@ class Experts(nnx.Module):
             with jax.named_scope("shared"):
                 y = y + self._gated(self.shared(constrain(x, "batch", "seq", "embed")), x)
         with jax.named_scope("router"):
-            return y, self._stats(scores, routed, bias, capacity, real)
+            return y, routing_statistics(c, scores, routed, bias, capacity, real)
 
     def _biases(self) -> Biases | None:
         """Return the experts' biases, float32."""
@@ -384,12 +384,7 @@ class Experts(nnx.Module):
         Args:
           x: the layer's input, or with `before_attention` the block's.
         """
-        x = constrain(x, "expert_batch", "expert_seq", "embed").astype(jnp.float32)
-        kernel = in_use(self.router.get_value(), ("embed", "router"), jnp.float32)
-        scores = jnp.einsum("bse,ex->bsx", x, kernel, precision=lax.Precision.HIGHEST)
-        if self.router_bias is not None:
-            scores = scores + in_use(self.router_bias.get_value(), ("router",), jnp.float32)
-        return constrain(scores, "expert_batch", "expert_seq", None)
+        return scores_of(x, self.router.get_value(), None if self.router_bias is None else self.router_bias.get_value())
 
     def _gated(self, y: Array, x: Array) -> Array:
         """Multiply the output of the shared experts by their gate, computed in float32."""
@@ -399,39 +394,71 @@ class Experts(nnx.Module):
         score = jnp.sum(constrain(x, "batch", "seq", "embed").astype(jnp.float32) * gate, axis=-1, keepdims=True)
         return (y.astype(jnp.float32) * jax.nn.sigmoid(score)).astype(y.dtype)
 
-    def _stats(
-        self, scores: Array, routed: Choices | Slots, bias: Array | None, capacity: Capacity | None, real: Array
-    ) -> Stats:
-        """Return the statistics over all tokens of the batch that are not padding, on all devices."""
-        c = self.config
-        x = scores.shape[-1]
-        count = jnp.sum(real, dtype=jnp.float32)
-        tokens = jnp.maximum(count, 1.0)
-        if isinstance(routed, Slots):
-            dropped, by_row = _slots_load(routed, real)
-        else:
-            dropped, by_row = _choices_load(routed.ids, x, capacity)
-        load = jnp.sum(by_row, axis=0)
-        share = load / jnp.maximum(jnp.sum(load), 1.0)
-        probabilities = jnp.where(real[..., None], c.router.probabilities(scores), 0.0)
-        mean = jnp.sum(probabilities, axis=(0, 1)) / tokens
-        entropy = jnp.sum(jax.scipy.special.entr(lax.stop_gradient(probabilities)))
-        balance = _balance_of_rows(by_row, probabilities, real) if c.sequence_balance else x * jnp.sum(share * mean)
-        z = jnp.sum(jnp.where(real, jnp.square(jax.nn.logsumexp(scores, axis=-1)), 0.0)) / tokens
-        loss = c.balance_loss * balance + c.z_loss * z
-        if bias is not None:  # its value is 0, and its derivative is each expert's load above the mean
-            loss = loss + jnp.sum((bias - lax.stop_gradient(bias)) * (share - 1 / x))
-        return {
-            "loss": loss,
-            "layers": jnp.ones([], jnp.float32),
-            "load_balance": balance,
-            "router_z": z,
-            "dropped": dropped,
-            "max_load": x * jnp.max(share),
-            "router_entropy": entropy / tokens,
-            # how often each expert was chosen, the number of tokens, and the sum of their entropies
-            f"{BY_LAYER}experts_{x}": jnp.concatenate([load, jnp.stack([count, entropy])]),
-        }
+
+def scores_of(
+    x: Float[Array, "b s e"], router: Float[Array, "e x"], bias: Float[Array, " x"] | None = None
+) -> Float[Array, "b s x"]:
+    """Return a router's scores, computed in float32.
+
+    Args:
+      x: what the router reads.
+      router: its matrix.
+      bias: added to the scores.
+    """
+    x = constrain(x, "expert_batch", "expert_seq", "embed").astype(jnp.float32)
+    kernel = in_use(router, ("embed", "router"), jnp.float32)
+    scores = jnp.einsum("bse,ex->bsx", x, kernel, precision=lax.Precision.HIGHEST)
+    if bias is not None:
+        scores = scores + in_use(bias, ("router",), jnp.float32)
+    return constrain(scores, "expert_batch", "expert_seq", None)
+
+
+def routing_statistics(
+    c: MixtureOfExperts,
+    scores: Float[Array, "b s x"],
+    routed: Choices | Slots,
+    bias: Float[Array, " x"] | None,
+    capacity: Capacity | None,
+    real: Bool[Array, "b s"],
+) -> Stats:
+    """Return the statistics over all tokens of the batch that are not padding, on all devices.
+
+    Args:
+      c: the settings.
+      scores: of every token with every expert, float32.
+      routed: what the router chose.
+      bias: the load biases, if there are any.
+      capacity: slots per expert, if limited.
+      real: which tokens are not padding.
+    """
+    x = scores.shape[-1]
+    count = jnp.sum(real, dtype=jnp.float32)
+    tokens = jnp.maximum(count, 1.0)
+    if isinstance(routed, Slots):
+        dropped, by_row = _slots_load(routed, real)
+    else:
+        dropped, by_row = _choices_load(routed.ids, x, capacity)
+    load = jnp.sum(by_row, axis=0)
+    share = load / jnp.maximum(jnp.sum(load), 1.0)
+    probabilities = jnp.where(real[..., None], c.router.probabilities(scores), 0.0)
+    mean = jnp.sum(probabilities, axis=(0, 1)) / tokens
+    entropy = jnp.sum(jax.scipy.special.entr(lax.stop_gradient(probabilities)))
+    balance = _balance_of_rows(by_row, probabilities, real) if c.sequence_balance else x * jnp.sum(share * mean)
+    z = jnp.sum(jnp.where(real, jnp.square(jax.nn.logsumexp(scores, axis=-1)), 0.0)) / tokens
+    loss = c.balance_loss * balance + c.z_loss * z
+    if bias is not None:  # its value is 0, and its derivative is each expert's load above the mean
+        loss = loss + jnp.sum((bias - lax.stop_gradient(bias)) * (share - 1 / x))
+    return {
+        "loss": loss,
+        "layers": jnp.ones([], jnp.float32),
+        "load_balance": balance,
+        "router_z": z,
+        "dropped": dropped,
+        "max_load": x * jnp.max(share),
+        "router_entropy": entropy / tokens,
+        # how often each expert was chosen, the number of tokens, and the sum of their entropies
+        f"{BY_LAYER}experts_{x}": jnp.concatenate([load, jnp.stack([count, entropy])]),
+    }
 
 
 def _balance_of_rows(

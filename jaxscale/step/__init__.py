@@ -27,6 +27,7 @@ from jaxscale.step.flip_rate import FlipRate
 from jaxscale.step.histograms import Histograms
 from jaxscale.step.lora import LoRA
 from jaxscale.step.loss import AutoLoss, CutLoss, Loss, MaterialisedLoss
+from jaxscale.step.mixlora import MixLoRA
 from jaxscale.step.objective import Input, NextToken, Objective, token_loss
 from jaxscale.step.objectives import (
     DAPO,
@@ -103,6 +104,7 @@ __all__ = [
     "RLOO",
     "ReMax",
     "RewardModel",
+    "MixLoRA",
     "SoftPrompt",
     "Unfreeze",
     "LocalReplicas",

@@ -34,6 +34,7 @@ MODEL = Small(depth=2, mlp=EARLY, dense_mlp=GELU, dense_layers=1, memory="full")
 ONE = Small(depth=1, mlp=EXPERTS)
 LAYOUTS = [
     pytest.param(Layout("expert=4"), marks=pytest.mark.long),
+    pytest.param(Layout("pipeline=2,expert=2"), marks=pytest.mark.long),
     Layout("expert=2,data=2,tensor=2", sequence_sharded=True),
     Layout("expert=2,context=2,fsdp=2"),
     Layout("data=2,tensor=4", "folded", sequence_sharded=True),

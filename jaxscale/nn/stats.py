@@ -7,7 +7,8 @@ padding, on all devices. A block returns those of its two sub-layers, a run of b
 model over its runs, so a pipeline stage has the sum of its own layers.
 
 A statistic whose name begins with `BY_LAYER` is not a scalar but a vector of sums over tokens. A block makes it a row
-of a matrix of all layers in which the other rows are 0, so that the sums above have a row for each layer.
+of a matrix of all layers in which the other rows are 0, so that the sums above have a row for each layer. Such a matrix
+is stored flat, since pipelines take arrays of three dimensions between stages for the residual stream.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def of_layer(
 ) -> Stats:
     """Return what a layer reports by names that tell its numbers from those of other kinds of layers: "moe/dropped".
 
-    Each vector of `BY_LAYER` becomes a row of a matrix of zeros.
+    Each vector of `BY_LAYER` becomes a row of a matrix of zeros, flat, whose name ends with the length of a row.
 
     Args:
       layer: the layer.
@@ -57,7 +58,7 @@ def of_layer(
             out[name if name == "loss" else f"{reports(layer)}/{name}"] = value
         elif number is not None and layers is not None:
             here = jnp.arange(layers) == number
-            out[name] = jnp.where(here[:, None], value, 0.0)
+            out[f"{name}/{value.size}"] = jnp.where(here[:, None], value, 0.0).reshape(-1)
     return out
 
 
@@ -107,5 +108,9 @@ def tables(terms: Mapping[str, Any]) -> dict[str, dict[str, Float[Array, "l n"]]
     stats = terms.get("stats")
     if not isinstance(stats, Mapping):  # an objective's own
         return {}
-    matrices = {k.removeprefix(BY_LAYER): v for k, v in stats.items() if k.startswith(BY_LAYER)}
+    matrices = {}
+    for key, value in stats.items():
+        if key.startswith(BY_LAYER):
+            name, _, length = key.removeprefix(BY_LAYER).rpartition("/")
+            matrices[name] = value.reshape(-1, int(length))
     return {TABLES: matrices} if matrices else {}

@@ -139,7 +139,8 @@ class LowRankMixture(nnx.Module):
 
         self.router = parameter(True, ("embed", "router"), width, config.experts)
         into = ("embed", "mlp"), width, hidden
-        self.gate_a, self.gate_b = pair(*into) if config.dense.gated else (None, None)
+        gate: tuple[Any, Any] = pair(*into) if config.dense.gated else (None, None)
+        self.gate_a, self.gate_b = gate
         self.up_a, self.up_b = pair(*into)
         self.down_a, self.down_b = pair(("mlp", "embed"), hidden, width)
 

@@ -82,7 +82,8 @@ class MixLoRA(Adapters):
                 "model has others; use LoRA()"
             )
         assert isinstance(mlp, type)
-        return dataclasses.replace(model, mlp=self._experts(mlp))
+        experts: Any = self._experts(mlp)
+        return dataclasses.replace(model, mlp=experts)
 
     def adapt(self, graphdef: nnx.GraphDef[Any], infos: Tree, *, reference: bool = False) -> Mixed:
         """Split a model's parameters into routers and products of low rank, and the others.
@@ -109,5 +110,5 @@ class MixLoRA(Adapters):
 class Mixed(Prompted):
     """A model of which routers and products of low rank are trained; see `jaxscale.step.adaptation.Adaptation`."""
 
-    def first(self, read: Callable[[Tree], Tree]) -> None:  # type: ignore[override]
+    def first(self, read: Callable[[Tree], Tree]) -> None:
         """Return `None`: `make` initialises them."""

@@ -84,7 +84,7 @@ class Tracking:
         """Record a file.
 
         Args:
-          path: the file: the run's `config.gin`, `loss.png`, `samples.jsonl` or `run.json`.
+          path: the file: the run's `config.gin`, `loss.png`, `experts.png`, `samples.jsonl` or `run.json`.
           step: the run's step.
         """
 

@@ -26,7 +26,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     ),
     "Fine-tuning": (
         "jaxscale.step.lora", "jaxscale.step.bit_adapters", "jaxscale.step.unfreeze", "jaxscale.step.scales",
-        "jaxscale.step.soft_prompt",
+        "jaxscale.step.soft_prompt", "jaxscale.step.mixlora",
     ),
     "Guards, snapshots and the watchdog": (
         "jaxscale.step.guards", "jaxscale.step.snapshots", "jaxscale.step.watchdog",

@@ -62,11 +62,11 @@ def _of_axes(text: str, sweep: Sweep | None) -> set[str]:
     `@momentum/SGD()` refers to that of `momentum/SGD.momentum`.
     """
     bindings = dict(line.split(" = ", 1) for line in text.splitlines() if " = " in line)
-    referred, found = "" if sweep is None else str(sweep.axes), set[str]()
-    while more := {name for name in bindings if f"@{name.rpartition('.')[0]}" in referred} - found:
-        found |= more
+    referred, names = "" if sweep is None else str(sweep.axes), set[str]()
+    while more := {name for name in bindings if f"@{name.rpartition('.')[0]}" in referred} - names:
+        names |= more
         referred += "".join(bindings[name] for name in more)
-    return found
+    return names
 
 
 def trials(sweep: Sweep, text: str) -> list[TrainConfig]:

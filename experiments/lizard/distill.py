@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import jaxscale as js
-from jaxscale.convert.linearise import linearise
+from jaxscale.convert.attention import change_attention
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import Lizard
 from jaxscale.step import Distill
@@ -29,7 +29,7 @@ def main(steps: str = "120") -> None:
         with tempfile.TemporaryDirectory() as folder:
             model = TransformerConfig(depth=2, width=64, heads=2)
             teacher = js.fit(model=model, steps=int(steps), lr=3e-3, run=Path(folder) / "teacher", **options)
-            new = linearise(teacher, Path(folder) / "new", layer=Lizard(reach=REACH, features=32))
+            new = change_attention(teacher, Path(folder) / "new", Lizard(reach=REACH, features=32))
             start = FromRun(str(new.path))
             distil = Distill(teacher=FromRun(str(teacher.path)))
             for name, many, rate in (("before", 1, 1e-9), ("after", int(steps) // 2, 1e-3)):

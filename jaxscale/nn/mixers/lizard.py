@@ -151,7 +151,7 @@ class Lizard(MultiHead):
     """Lizard (Nguyen et al. 2025, arXiv:2507.09025): gated linear attention and a window with learned keys.
 
     As `Transformer.attention_layer` it takes the place of `MultiHead`, with the same matrices of queries, keys, values
-    and outputs; `jaxscale.convert.linearise` makes such a run from a trained one, and `Distill` trains it. Of the
+    and outputs; `jaxscale.convert.attention` makes such a run from a trained one, and `Distill` trains it. Of the
     paper's feature maps this has Hedgehog's (Zhang et al. 2024), and the linear part begins at 0.
 
     Args:

@@ -12,9 +12,10 @@ import pytest
 from flax import nnx
 
 import jaxscale as js
+from jaxscale.convert.attention import change_attention
 from jaxscale.errors import ConfigError
 from jaxscale.models import BlockConfig, TransformerConfig
-from jaxscale.nn import DSA, Context, MultiHead
+from jaxscale.nn import DSA, Context, MultiHead, MultiHeadLatent
 from jaxscale.plan.flops import count
 from jaxscale.testing import check_mixer, compare_layouts
 from tests.truth.layouts import QUICKLY
@@ -111,6 +112,26 @@ def test_layouts_train_alike_in_packed_rows():
     compare_layouts(Model(), [js.Layout("fsdp=2,tensor=4")]).check()
     batch = js.testing.random_batch(32, rows=4, seq=8)
     compare_layouts(Model(depth=2), [js.Layout("data=2,pipeline=2")], batch=batch).check()
+
+
+@pytest.mark.long
+def test_a_latent_run_is_continued_as_deepseek_v32_was(tmp_path):
+    z = dataclasses.replace(SMALL, dense=True)
+    latent = MultiHeadLatent(*(getattr(z, f.name) for f in dataclasses.fields(MultiHeadLatent)))
+    options = dict(data=js.data.synthetic(32), layout=None, seq_len=16, batch_size=4, eval_batches=0, quiet=True)
+    run = js.fit(model=Model(attention_layer=latent), run=tmp_path / "latent", steps=1, **options)
+    new = change_attention(run, tmp_path / "indexed", z)
+    start, only = js.train.FromRun(new.path), js.step.Unfreeze(("indexer",))
+    warm = js.fit(
+        model=new.config.model, start=start, adapters=only, run=tmp_path / "warm", steps=40, lr=1e-2, **options
+    )
+    divergences = [line["index_divergence"] for line in warm.metrics()]
+    assert np.mean(divergences[-5:]) < 0.8 * np.mean(divergences[:5])
+    trained = dict(jax.tree.leaves_with_path(warm.params()))
+    for path, x in jax.tree.leaves_with_path(new.params()):
+        assert np.array_equal(trained[path], x) != ("indexer" in jax.tree_util.keystr(path)), path
+    sparse = js.fit(model=Model(), start=js.train.FromRun(warm.path), run=tmp_path / "sparse", steps=2, **options)
+    assert np.isfinite([line["index_divergence"] for line in sparse.metrics()]).all()
 
 
 def test_traced_flops_are_those_that_the_mixer_counts():

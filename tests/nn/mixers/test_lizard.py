@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxscale as js
-from jaxscale.convert.linearise import linearise
+from jaxscale.convert.attention import change_attention
 from jaxscale.errors import ConfigError
 from jaxscale.models import BlockConfig, TransformerConfig
 from jaxscale.nn import (
@@ -95,7 +95,7 @@ MODEL = TransformerConfig(vocab=32, depth=2, width=16, heads=2, kv_heads=1)
 def test_a_converted_run_has_the_old_matrices_and_is_distilled(tmp_path):
     options = dict(data=js.data.synthetic(32), layout=None, steps=2, seq_len=16, batch_size=4, quiet=True)
     run = js.fit(model=MODEL, run=tmp_path / "softmax", eval_batches=0, **options)
-    new = linearise(run, tmp_path / "lizard", layer=Lizard(reach=16, meta=1, features=4))
+    new = change_attention(run, tmp_path / "lizard", Lizard(reach=16, meta=1, features=4))
     assert new.config.model.attention_layer == Lizard(reach=16, meta=1, features=4)
     old, params = run.params(), new.params()
     attn = params["runs"][0]["blocks"][0]["attn"]
@@ -121,8 +121,10 @@ def test_what_does_not_fit_is_said(tmp_path):
     with raises_saying(ConfigError, "which Lizard does not"):
         TrainConfig(model=dataclasses.replace(MODEL, attention_layer=Lizard()), objective=js.step.BlankInfilling())
     gated = TrainConfig(model=dataclasses.replace(MODEL, attention_layer=GatedMultiHead()))
-    with raises_saying(ConfigError, "GatedMultiHead", "replaces MultiHead() only"):
-        linearise(js.Run(tmp_path, gated), tmp_path / "new")
+    with raises_saying(
+        ConfigError, "GatedMultiHead", "which is of shape", "in Lizard", "all parameters of the old one"
+    ):
+        change_attention(js.Run(tmp_path, gated), tmp_path / "new", Lizard())
     named = TrainConfig(model=dataclasses.replace(MODEL, blocks=(BlockConfig(mixer=MultiHead()),)))
     with raises_saying(ConfigError, "sets Block.mixer", "leave out Block.mixer"):
-        linearise(js.Run(tmp_path, named), tmp_path / "new")
+        change_attention(js.Run(tmp_path, named), tmp_path / "new", Lizard())

@@ -227,6 +227,6 @@ def test_padding_and_what_the_schedule_costs_are_reported():
     notes = explain(TrainConfig(model=model, batch_size=8, seq_len=8, layout=Layout("pipeline=2,data=2"))).notes
     # A layer: 16 x (16 + 2 x 4) + 16 x 16 for attention, 3 x 16 x 32 for the rest, and two norms of 16, in float32.
     layer = 4 * (16 * 24 + 16 * 16 + 3 * 16 * 32 + 2 * 16)
-    assert any("1 groups of padding" in n and f"{layer:,} bytes" in n for n in notes)
+    assert any("1 group of padding layers is computed" in n and f"{layer:,} bytes" in n for n in notes)
     assert any("schedule lockstep, 2 stages, 4 micro-batches of 2 rows" in n and "idles 20%" in n for n in notes)
     assert any("stored sharded along their width" in n for n in notes)

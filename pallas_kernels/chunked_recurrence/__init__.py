@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.chunked_recurrence import tpu, xla
+from pallas_kernels.chunked_recurrence import gpu, tpu, xla
 from pallas_kernels.chunked_recurrence.inputs import CHUNK, LEAST, Facts, Inputs, checked
 from pallas_kernels.dispatch import Implementation, Target, device, dispatch
 
@@ -54,7 +54,7 @@ def chunked_recurrence(
       chunk: tokens in a chunk, rounded up to a multiple of 16; by default a kernel's is from its table of tiles, and
         XLA's is 64.
       product_dtype: "float32" or "bfloat16"; `None` is bfloat16 if q, k and v are all of it.
-      implementation: "mosaic_tpu", "xla", or `None` for the best.
+      implementation: "mosaic_tpu", "mosaic_gpu", "xla", or `None` for the best.
 
     Returns:
       outputs (B, S, H, V) in `v`'s dtype, and the state after the last token (B, H, K, V), float32.
@@ -68,13 +68,20 @@ def chunked_recurrence(
         initial = initial.astype(jnp.float32)
     inputs = Inputs(q, k, v, log_decay, beta, starts, initial)
     facts = checked(inputs, chunk, product_dtype)
-    if implementation == "xla" or (implementation is None and device().platform != "tpu"):
+    if implementation == "xla" or (implementation is None and not _has_kernel(facts)):
         return _forward(facts, implementation, inputs)  # XLA's form has a derivative without this one's recomputation
     return _recur(facts, implementation, inputs)
 
 
 def _always(target: Target, **case: Any) -> str | None:
     return None
+
+
+def _has_kernel(facts: Facts) -> bool:
+    """Return whether a kernel serves the device in scope."""
+    here, case = device(), {"facts": facts, "direction": "forward"}
+    kernels = [one for one in IMPLEMENTATIONS if here.platform in one.platforms]
+    return any(one.supported(here, **case) is None for one in kernels)
 
 
 def _run_xla(target: Target, inputs: Inputs, *cotangents: jax.Array, facts: Facts, direction: str) -> Any:
@@ -87,6 +94,7 @@ def _run_xla(target: Target, inputs: Inputs, *cotangents: jax.Array, facts: Fact
 
 IMPLEMENTATIONS = (
     Implementation("mosaic_tpu", ("tpu",), tpu.supported, tpu.run),
+    Implementation("mosaic_gpu", ("cuda",), gpu.supported, gpu.run),
     Implementation("xla", (), _always, _run_xla),
 )
 """Best first."""

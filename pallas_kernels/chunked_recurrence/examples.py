@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.chunked_recurrence.inputs import Inputs, checked
+from pallas_kernels.chunked_recurrence.inputs import PRODUCTS, Inputs, checked
 from pallas_kernels.dispatch import device
 
 MIXERS: dict[str, dict[str, Any]] = {
@@ -79,12 +79,23 @@ def case(
     return lambda *arrays: run(device(), *arrays, facts=facts, direction=direction), (inputs, *cotangents)
 
 
-def cases(run: Callable[..., Any]) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
-    """Yield (name, function, shapes): every mixer in both dtypes and directions, and odd lengths."""
-    for name, options in MIXERS.items():
-        for dtype in ("bfloat16", "float32"):
-            for direction in ("forward", "backward"):
-                yield (f"{name} {dtype} {direction}", *case(run, shapes(4096, 16, dtype=dtype, **options), direction))
-    odd = shapes(1000, 3, state=True, dtype="float32", batch=2, **MIXERS["Gated DeltaNet"])
-    for direction in ("forward", "backward"):
-        yield (f"1000 tokens from a state, 3 heads {direction}", *case(run, odd, direction))
+def cases(
+    run: Callable[..., Any], serves: Callable[..., bool] = lambda **case: True
+) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    """Yield (name, function, shapes): every mixer in both dtypes and directions, and odd lengths.
+
+    Args:
+      run: `run` of an implementation.
+      serves: whether it serves a case, of `facts` and `direction`.
+    """
+    every = [
+        (f"{name} {dtype}", shapes(4096, 16, dtype=dtype, **options))
+        for name, options in MIXERS.items()
+        for dtype in ("bfloat16", "float32")
+    ]
+    odd = {"state": True, "batch": 2} | MIXERS["Gated DeltaNet"]
+    every += [(f"1000 tokens from a state, 3 heads {d}", shapes(1000, 3, dtype=d, **odd)) for d in PRODUCTS]
+    for name, inputs in every:
+        for direction in ("forward", "backward"):
+            if serves(facts=checked(inputs, None), direction=direction):
+                yield f"{name} {direction}", *case(run, inputs, direction)

@@ -17,12 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.blockwise import ADAMW
+from pallas_kernels.chunked_recurrence import chunked_recurrence
+from pallas_kernels.chunked_recurrence.examples import MIXERS
+from pallas_kernels.chunked_recurrence.reference import tokens
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.softmax import log_softmax, logsumexp, softmax
 from pallas_kernels.stored_matmul import stored_matmul
 from pallas_kernels.stored_matmul.examples import FORMATS, shapes
 from pallas_kernels.stored_matmul.reference import dense
+from tests.pallas_kernels.chunked_recurrence import cases as recurrence_cases
 from tests.pallas_kernels.comparison import Program, Work
 from tests.pallas_kernels.cut_cross_entropy import cases as loss_cases
 from tests.pallas_kernels.decode_attention import cases as decode_cases
@@ -41,6 +45,7 @@ def works(small: bool = False) -> Iterator[Work]:
     yield from _decode(small)
     yield from _stored(small)
     yield from _grouped(small)
+    yield from _recurrence(small)
 
 
 def _key(seed: int | None) -> jax.Array:
@@ -398,3 +403,35 @@ def _grouped(small: bool) -> Iterator[Work]:
             yield Work(
                 "grouped_matmul", f"{feature} {512 * times}x{k}x{n}", dtype, grouped_cases.PARTS, make, large=True
             )
+
+
+# recurrences ---------------------------------------------------------------------------------------------------------
+
+_MIXERS = ("Mamba-2", "linear attention", "Gated DeltaNet")
+"""Those that have a kernel for every accelerator."""
+
+
+def _recurrence(small: bool) -> Iterator[Work]:
+    seq, heads = (64, 1) if small else (2048, 8)
+    for name in _MIXERS:
+        mixer = {"delta": False} | MIXERS[name]
+        parts = ("out", "state") if mixer["delta"] else ("out", "state", "dq", "dk", "dv", "dinitial")
+        make = functools.partial(_recurrence_program, mixer["decay"], mixer["delta"], (2, seq, heads, *mixer["widths"]))
+        yield Work("chunked_recurrence", f"{name} 2x{seq}x{heads}", "bfloat16", parts, make, large=True)
+
+
+def _recurrence_program(decay: str, delta: bool, size: tuple[int, ...], seed: int | None) -> Program:
+    arrays = recurrence_cases.make(decay, delta, "bfloat16", seed or 0, size=size)
+    both = recurrence_cases.outputs if delta else recurrence_cases.everything  # Hopper has no gradients of it
+
+    def ours(implementation: str) -> Any:
+        f = lambda x: chunked_recurrence(*x, implementation=implementation)  # noqa: E731
+        return lambda *a: both(f, *a)
+
+    def right() -> tuple[Any, ...]:
+        wide = jax.tree.map(lambda x: x if x.dtype == bool else x.astype(jnp.float32), arrays)
+        with jax.default_matmul_precision("highest"):
+            return tuple(jax.jit(lambda *a: both(tokens, *a))(*wide))
+
+    made = Program(ours, arrays, tuple, lambda: tuple(jax.jit(lambda *a: both(tokens, *a))(*arrays)), right)
+    return recurrence_cases.without_log_decay(made, decay)

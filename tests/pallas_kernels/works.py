@@ -300,12 +300,14 @@ def _decode_program(feature: str, dtype: str, seed: int | None) -> Program:
 
 
 def _recurrence_works() -> Iterator[Work]:
-    from tests.pallas_kernels.chunked_recurrence.cases import FEATURES, program, without_log_decay
+    from tests.pallas_kernels.chunked_recurrence.cases import FEATURES, WIDE, program, without_log_decay
 
-    for feature, (decay, delta) in FEATURES.items():
-        for dtype in ("float32", "bfloat16", "float16"):
+    for feature, (decay, delta) in (FEATURES | WIDE).items():
+        for dtype in ("bfloat16",) if feature in WIDE else ("float32", "bfloat16", "float16"):
             parts = ("out", "state", "dq", "dk", "dv", *("dbeta",) * delta, "dinitial")
-            make = functools.partial(lambda *a: without_log_decay(program(*a), a[0]), decay, delta, dtype)
+            parts = parts[:2] if delta and feature in WIDE else parts
+            run = functools.partial(program, wide=feature in WIDE)
+            make = functools.partial(lambda run, *a: without_log_decay(run(*a), a[0]), run, decay, delta, dtype)
             yield Work("chunked_recurrence", feature, dtype, parts, make)
 
 

@@ -21,6 +21,8 @@ FEATURES = {
     "delta rule by channels": ("channels", True),
 }
 """A row's name -> decay, and whether it is the delta rule."""
+WIDE = {name + ", width 64": FEATURES[name] for name in ("no decay", "decay by heads", "delta rule")}
+"""The same for rows of a width that Hopper's kernels take."""
 CHUNK = 32
 """Two blocks of rows."""
 
@@ -100,18 +102,27 @@ def everything(f: Any, inputs: Inputs, cotangents: tuple[Any, Any]) -> tuple[Any
     return *result, *(x for x in back(cotangents)[0] if x is not None)
 
 
-def program(decay: str, delta: bool, dtype: str, seed: int | None) -> Program:
-    """Return the run of a row of the parity table."""
-    inputs, cotangents = make(decay, delta, dtype, draws(0, seed))
+def program(decay: str, delta: bool, dtype: str, seed: int | None, wide: bool = False) -> Program:
+    """Return the run of a row of the parity table.
+
+    `wide`, it has heads of 64 and chunks of that many tokens; of the delta rule's, Hopper has no gradients.
+    """
+    size = {"size": (2, 72, 1, 64, 64)} if wide else {}
+    arrays = make(decay, delta, dtype, draws(0, seed), **size)
+    both = outputs if wide and delta else everything
 
     def ours(implementation: str) -> Any:
-        f = lambda x: chunked_recurrence(*x, chunk=CHUNK, implementation=implementation)  # noqa: E731
-        return lambda inputs, cotangents: everything(f, inputs, cotangents)
+        f = lambda x: chunked_recurrence(*x, chunk=64 if wide else CHUNK, implementation=implementation)  # noqa: E731
+        return lambda *a: both(f, *a)
 
-    def plain() -> tuple[Any, ...]:
-        return tuple(jax.jit(lambda *a: everything(tokens, *a))(inputs, cotangents))
+    parts = lambda x: tuple(x[:2]) if both is outputs else tuple(x)  # noqa: E731
+    plain = lambda: tuple(jax.jit(lambda *a: both(tokens, *a))(*arrays))  # noqa: E731
+    return Program(ours, arrays, parts, plain, lambda: parts(truth(*arrays)))
 
-    return Program(ours, (inputs, cotangents), tuple, plain, lambda: truth(inputs, cotangents))
+
+def outputs(f: Any, inputs: Inputs, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
+    """Return what `everything` does without the gradients."""
+    return tuple(f(inputs))
 
 
 def without_log_decay(made: Program, decay: str) -> Program:

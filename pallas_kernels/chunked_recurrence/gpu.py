@@ -1,0 +1,90 @@
+"""The recurrence on Hopper (Mosaic GPU): products of tiles in bfloat16, the state between chunks in registers.
+
+Sums are float32. The delta rule's triangular system is solved by its inverse, whose products have operands of two
+terms of bfloat16 each: float32 but for the last 7 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.aot import SHARED_MEMORY
+from pallas_kernels.chunked_recurrence import examples
+from pallas_kernels.chunked_recurrence.gpu_backward import gradients, shared_memory, walk_back
+from pallas_kernels.chunked_recurrence.gpu_forward import walk
+from pallas_kernels.chunked_recurrence.gpu_tiles import SIDE, vectors
+from pallas_kernels.chunked_recurrence.inputs import Facts, Inputs
+from pallas_kernels.dispatch import HOPPER, Target, hopper
+
+WIDEST = 128
+"""Widest keys: the state's columns of wider ones do not fit in registers."""
+
+
+def supported(target: Target, *, facts: Facts, direction: str) -> str | None:
+    """Return why the kernel cannot serve a case, or `None`."""
+    if why := hopper(target):
+        return why
+    if facts.dtype != "bfloat16":
+        return f"a kernel for GPUs multiplies bfloat16, and products of {facts.dtype} are left to XLA"
+    if facts.decay == "channels":
+        return "decay by channels is left to XLA"
+    if facts.key not in (SIDE, WIDEST) or facts.value % SIDE or not facts.value:
+        return (
+            f"a kernel for GPUs takes keys of width {SIDE} or {WIDEST} and values of a multiple of {SIDE}, not "
+            f"{facts.key} and {facts.value}"
+        )
+    if facts.chunk not in (None, SIDE):
+        return f"a kernel for GPUs has chunks of {SIDE} tokens, not {facts.chunk}"
+    if direction == "backward" and facts.delta:
+        return "gradients of the delta rule are left to XLA (registers spill)"
+    if direction == "backward" and shared_memory(facts.key, facts.value) > SHARED_MEMORY:
+        return f"gradients of keys of width {facts.key} and values of {facts.value} do not fit in shared memory"
+    return None if facts.seq and facts.batch else "there are no tokens"
+
+
+def run(target: Target, inputs: Inputs, *cotangents: jax.Array, facts: Facts, direction: str) -> Any:
+    """See `dispatch.Implementation`."""
+    chunks = math.ceil(facts.seq / SIDE)
+
+    def padded(x: jax.Array) -> jax.Array:
+        """Add tokens of zeros, which change nothing, and round."""
+        return jnp.pad(x.astype(jnp.bfloat16), ((0, 0), (0, chunks * SIDE - facts.seq), (0, 0), (0, 0)))
+
+    def row(x: jax.Array) -> jax.Array:
+        """(B, H, chunks, 64) to (B, S, H)."""
+        return jnp.moveaxis(x.reshape(*x.shape[:2], -1), 1, 2)[:, : facts.seq]
+
+    log_decay, initial = inputs.log_decay, inputs.initial
+    first = () if initial is None else (initial,)
+    q, k, v = map(padded, inputs[:3])
+    lines = vectors(inputs, facts, chunks)
+    if direction == "forward":
+        dtype = jnp.bfloat16 if inputs.v.dtype == jnp.bfloat16 else jnp.float32
+        out, last = walk(target, q, k, v, lines, first, delta=facts.delta, dtype=dtype)
+        return out[:, : facts.seq].astype(inputs.v.dtype), last
+    dout, dlast = padded(cotangents[0]), cotangents[1]
+    (states,) = walk(target, q, k, v, lines, first, delta=False, dtype=jnp.bfloat16, save=True)
+    dv, dstates, dfirst = walk_back(target, q, k, dout, lines, dlast)
+    dq, dk, dlines = gradients(target, q, k, v, dout, states, dstates, lines)
+    ddecay = dlines[..., 0, :].at[..., -1].add(jnp.sum(dlines[..., 1, :], -1))
+    dq, dk, dv = (x[:, : facts.seq].astype(like.dtype) for x, like in zip((dq, dk, dv), inputs[:3], strict=True))
+    return Inputs(
+        dq,
+        dk,
+        dv,
+        None if log_decay is None else row(lax.cumsum(ddecay, 3, reverse=True)).reshape(log_decay.shape),
+        None,
+        None,
+        None if initial is None else dfirst,
+    )
+
+
+def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    """Yield (name, function, shapes) of what ships, for the gate."""
+    yield from examples.cases(run, lambda **case: supported(Target(HOPPER[1], "cuda"), **case) is None)

@@ -1,0 +1,241 @@
+"""The recurrence on Hopper, backwards: a walk over the states' cotangents, then every chunk's gradients by itself.
+
+The walk is as serial as the forward one and carries the state's cotangent in registers. It writes v's cotangent and
+that of each chunk's last state. With these and each chunk's first state (`gpu_forward.walk` with `save`) chunks are
+independent. The delta rule has no such kernel: registers spill.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.chunked_recurrence.gpu_forward import SLOTS
+from pallas_kernels.chunked_recurrence.gpu_tiles import (
+    SIDE,
+    SINCE,
+    UNTIL,
+    WIDE,
+    Lines,
+    buffer,
+    load,
+    products,
+    put,
+    wide,
+)
+from pallas_kernels.dispatch import Target
+from pallas_kernels.flash_attention.gpu_walk import plgpu, zeros
+
+_SPARE = 4096  # bytes of shared memory for vectors, barriers and Mosaic
+
+
+def shared_memory(key: int, value: int) -> int:
+    """Return bytes of a block of `gradients`.
+
+    Args:
+      key: width of a key.
+      value: width of a value.
+    """
+    tiles, columns = key // SIDE, value // SIDE
+    return 2 * SIDE**2 * (2 * (tiles + columns + tiles * columns) + 1) + _SPARE
+
+
+def walk_back(
+    target: Target, q: jax.Array, k: jax.Array, dout: jax.Array, lines: jax.Array, dlast: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return cotangents: of v, of each chunk's last state, and of the first state.
+
+    The first two are bfloat16, (B, S, H, V) and (B, H, chunks, K, V), the third float32 (B, H, K, V).
+
+    Args:
+      target: the device to compile for.
+      q: bfloat16 (B, S, H, K), whole chunks.
+      k: the same.
+      dout: bfloat16 (B, S, H, V), the outputs' cotangent.
+      lines: of `vectors`.
+      dlast: float32 (B, H, K, V), the last state's cotangent.
+    """
+    (b, s, h, key), value, chunks, count = q.shape, dout.shape[3], q.shape[1] // SIDE, lines.shape[3]
+    tiles = key // SIDE
+
+    def chunked_recurrence_back(
+        q_ref: Any, k_ref: Any, dout_ref: Any, lines_ref: Any, dlast_ref: Any, dv_ref: Any, dstates_ref: Any,
+        dfirst_ref: Any, q_s: Any, k_s: Any, dout_s: Any, lines_s: Any, dstate_s: Any, pair_s: Any,
+        dv_s: Any, full: Any,
+    ) -> None:  # fmt: skip
+        head, mine = lax.axis_index("head"), pl.ds(lax.axis_index("columns") * SIDE, SIDE)
+        at_b, at_h = lax.div(head, h), lax.rem(head, h)
+        rows = [pl.ds(i * SIDE, SIDE) for i in range(tiles)]
+
+        def bring(n: Any) -> None:
+            slot, chunk = lax.rem(n, SLOTS), chunks - 1 - n
+            tokens = pl.ds(chunk * SIDE, SIDE)
+            for ref, into in ((q_ref, q_s), (k_ref, k_s)):
+                for i, at in enumerate(rows):
+                    plgpu.copy_gmem_to_smem(ref.at[at_b, tokens, at_h, at], into.at[slot, i], full.at[slot])
+            plgpu.copy_gmem_to_smem(dout_ref.at[at_b, tokens, at_h, mine], dout_s.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(lines_ref.at[at_b, at_h, chunk], lines_s.at[slot], full.at[slot])
+
+        def step(n: Any, dstate: tuple[Any, ...]) -> tuple[Any, ...]:
+            slot, chunk = lax.rem(n, SLOTS), chunks - 1 - n
+            plgpu.barrier_wait(full.at[slot])
+            line = Lines(lines_s.at[slot])
+            queries, keys = ([x.at[i] for i in range(tiles)] for x in (q_s.at[slot], k_s.at[slot]))
+            (scores_s, read_s), dstates = line.tiles(pair_s), line.tiles(dstate_s)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the chunk before has been copied
+            decays, keeps = line.decays(), line.keeps()
+            scores = products(*((x, y.T) for x, y in zip(queries, keys, strict=True)))
+            put(scores_s, scores * decays)
+            put(read_s, load(dout_s.at[slot]) * line.of(SINCE))
+            for i, tile_s in enumerate(dstates):
+                put(tile_s, dstate[i])
+            plgpu.commit_smem()
+            for at, tile_s in zip(rows, dstates, strict=True):
+                plgpu.copy_smem_to_gmem(tile_s, dstates_ref.at[at_b, at_h, chunk, at, mine])
+            dv = line.of(UNTIL) * products(*zip(keys, dstates, strict=True))
+            dv = dv + products((scores_s.T, dout_s.at[slot]))
+            put(dv_s, dv)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(dv_s, dv_ref.at[at_b, pl.ds(chunk * SIDE, SIDE), at_h, mine])
+            dstate = tuple(wide(keeps * x + products((q.T, read_s))) for x, q in zip(dstate, queries, strict=True))
+            pl.when(n + SLOTS < chunks)(lambda: bring(n + SLOTS))
+            return dstate
+
+        for n in range(min(SLOTS, chunks)):
+            bring(n)
+        dstate = tuple(
+            plgpu.load(dlast_ref.at[at_b, at_h, at, mine], layout=WIDE, optimized=False) for at in rows
+        )  # fmt: skip
+        dstate = lax.fori_loop(0, chunks, step, dstate)
+        plgpu.wait_smem_to_gmem(0)
+        for i, at in enumerate(rows):
+            dfirst_ref[at_b, at_h, at, mine] = dstate[i]
+
+    return plgpu.kernel(
+        chunked_recurrence_back,
+        out_type=(
+            jax.ShapeDtypeStruct((b, s, h, value), jnp.bfloat16),
+            jax.ShapeDtypeStruct((b, h, chunks, key, value), jnp.bfloat16),
+            jax.ShapeDtypeStruct((b, h, key, value), jnp.float32),
+        ),
+        grid=(b * h, value // SIDE),
+        grid_names=("head", "columns"),
+        scratch_types=[
+            buffer(SLOTS, tiles),
+            buffer(SLOTS, tiles),
+            buffer(SLOTS),
+            plgpu.SMEM((SLOTS, count, SIDE), jnp.float32),
+            buffer(tiles),
+            buffer(2),
+            buffer(),
+            plgpu.Barrier(num_arrivals=2 * tiles + 2, num_barriers=SLOTS),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **target.gpu(),
+    )(q, k, dout, lines, dlast)
+
+
+def gradients(
+    target: Target,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    dout: jax.Array,
+    states: jax.Array,
+    dstates: jax.Array,
+    lines: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Return cotangents of q, of k and of each chunk's vectors.
+
+    Those of vectors are float32 (B, H, chunks, 2, 64): of the decay's logarithm, summed since the chunk began; and
+    numbers whose sum is the last token's share of it that comes from the state.
+
+    Args:
+      target: the device to compile for.
+      q: bfloat16 (B, S, H, K), whole chunks.
+      k: the same.
+      v: bfloat16 (B, S, H, V).
+      dout: the same, the outputs' cotangent.
+      states: bfloat16 (B, H, chunks, K, V), each chunk's first state.
+      dstates: the same, the cotangent of each chunk's last state.
+      lines: of `vectors`.
+    """
+    (b, _, h, key), value, (chunks, count) = q.shape, v.shape[3], lines.shape[2:4]
+    tiles, columns = key // SIDE, value // SIDE
+
+    def chunked_recurrence_gradients(
+        q_ref: Any, k_ref: Any, v_ref: Any, dout_ref: Any, states_ref: Any, dstates_ref: Any, lines_ref: Any,
+        dq_ref: Any, dk_ref: Any, dlines_ref: Any, q_s: Any, k_s: Any, v_s: Any, dout_s: Any, state_s: Any,
+        dstate_s: Any, lines_s: Any, scores_s: Any, dlines_s: Any, full: Any,
+    ) -> None:  # fmt: skip
+        head, chunk = lax.axis_index("head"), lax.axis_index("chunk")
+        at_b, at_h, tokens = lax.div(head, h), lax.rem(head, h), pl.ds(chunk * SIDE, SIDE)
+        cut = [pl.ds(i * SIDE, SIDE) for i in range(max(tiles, columns))]
+
+        for ref, into in ((q_ref, q_s), (k_ref, k_s), (v_ref, v_s), (dout_ref, dout_s)):
+            for i in range(into.shape[0]):
+                plgpu.copy_gmem_to_smem(ref.at[at_b, tokens, at_h, cut[i]], into.at[i], full)
+        for ref, into in ((states_ref, state_s), (dstates_ref, dstate_s)):
+            for i, j in itertools.product(range(tiles), range(columns)):
+                plgpu.copy_gmem_to_smem(ref.at[at_b, at_h, chunk, cut[i], cut[j]], into.at[i, j], full)
+        plgpu.copy_gmem_to_smem(lines_ref.at[at_b, at_h, chunk], lines_s, full)
+        plgpu.barrier_wait(full)
+
+        line = Lines(lines_s)
+        keeps = line.keeps()
+        dscores = products(*((dout_s.at[j], v_s.at[j].T) for j in range(columns)))
+        put(scores_s.at[0], dscores * line.decays())
+        plgpu.commit_smem()
+
+        def keyed(i: Any, sums: tuple[Any, Any]) -> tuple[Any, Any]:
+            total, last = sums
+            q_i, k_i, states = q_s.at[i], k_s.at[i], [state_s.at[i, j].T for j in range(columns)]
+            (scores,) = line.tiles(scores_s)
+            dq = line.of(SINCE) * products(*zip(line.tiles(dout_s), states, strict=True)) + products((scores, k_i))
+            total = total + (load(q_i) * dq).sum(1)
+            away = line.of(UNTIL) * products(*((x, dstate_s.at[i, j].T) for j, x in enumerate(line.tiles(v_s))))
+            last = last + (load(k_i) * away).sum(1)
+            for j in range(columns):
+                last = last + (load(state_s.at[i, j]) * load(dstate_s.at[i, j])).sum(1) * keeps
+            away = away + products((scores.T, q_i))
+            put(q_i, dq)
+            total = total - (load(k_i) * away).sum(1)
+            plgpu.commit_smem()  # every thread has read
+            put(k_i, away)
+            return total, last
+
+        nothing = zeros((SIDE,), WIDE.reduce(1))
+        total, last = lax.fori_loop(0, tiles, keyed, (nothing, nothing))
+        dlines_s[0], dlines_s[1] = total, last
+        plgpu.commit_smem()
+        for i in range(tiles):
+            plgpu.copy_smem_to_gmem(q_s.at[i], dq_ref.at[at_b, tokens, at_h, cut[i]])
+            plgpu.copy_smem_to_gmem(k_s.at[i], dk_ref.at[at_b, tokens, at_h, cut[i]])
+        plgpu.copy_smem_to_gmem(dlines_s, dlines_ref.at[at_b, at_h, chunk])
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        chunked_recurrence_gradients,
+        out_type=(
+            *[jax.ShapeDtypeStruct(q.shape, jnp.bfloat16)] * 2,
+            jax.ShapeDtypeStruct((b, h, chunks, 2, SIDE), jnp.float32),
+        ),
+        grid=(b * h, chunks),
+        grid_names=("head", "chunk"),
+        scratch_types=[
+            *[buffer(tiles)] * 2,
+            *[buffer(columns)] * 2,
+            *[buffer(tiles, columns)] * 2,
+            plgpu.SMEM((count, SIDE), jnp.float32),
+            buffer(1),
+            plgpu.SMEM((2, SIDE), jnp.float32),
+            plgpu.Barrier(num_arrivals=2 * (tiles + columns + tiles * columns) + 1),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **target.gpu(),
+    )(q, k, v, dout, states, dstates, lines)

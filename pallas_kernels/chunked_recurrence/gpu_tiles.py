@@ -1,0 +1,202 @@
+"""Shared by the recurrence's kernels for Hopper: products of tiles in shared memory, and what decays a chunk's rows.
+
+Every operand is made of tiles of 64 x 64 in bfloat16, and sums are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.chunked_recurrence.inputs import FAR, Facts, Inputs
+from pallas_kernels.flash_attention.gpu_walk import LOG2E, plgpu, spread, swizzled
+
+SIDE = 64
+"""Tokens of a chunk, and rows and columns of a tile."""
+SHAPE = (SIDE, SIDE)
+WIDE: Any = plgpu.Layout.WGMMA
+"""How registers hold sums of products."""
+TOTAL, COLUMNS, BEGIN, SINCE, UNTIL, BETA = range(6)
+"""Lines of `vectors`."""
+
+
+def vectors(inputs: Inputs, facts: Facts, chunks: int) -> jax.Array:
+    """Return float32 (B, H, chunks, lines, 64): what a chunk's rows and columns are multiplied by.
+
+    Lines: the decay's logarithm in base 2, summed since the chunk began, twice, since the compiler cannot give one load
+    two layouts; the first row that each row sees; the decay since the chunk began, 0 after a restart; the decay until
+    its end, 0 before a restart; and the delta rule's rate.
+
+    Args:
+      inputs: the arrays.
+      facts: of them.
+      chunks: number of chunks.
+    """
+    b, s, h = facts.batch, facts.seq, facts.heads
+
+    def cut(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x.reshape(b, s, -1), ((0, 0), (0, chunks * SIDE - s), (0, 0)))
+        return jnp.moveaxis(x.reshape(b, chunks, SIDE, -1), 3, 1)
+
+    starts = cut(jnp.zeros((b, s), bool) if inputs.starts is None else inputs.starts)
+    runs = jnp.cumsum(starts.astype(jnp.int32), -1)
+    # without decay no sum: XLA would compute it, slowly, while it compiles
+    decay = inputs.log_decay
+    total = jnp.zeros((b, h, chunks, SIDE)) if decay is None else jnp.cumsum(cut(decay), -1)
+    begin = lax.cummax(jnp.where(starts, jnp.arange(SIDE), 0).astype(jnp.int32), axis=3).astype(jnp.float32)
+    since = jnp.exp(jnp.where(runs > 0, FAR, total))
+    until = jnp.exp(jnp.where(runs != runs[..., -1:], FAR, total[..., -1:] - total))
+    lines = [total * LOG2E, total * LOG2E, jnp.broadcast_to(begin, total.shape), since, until]
+    if inputs.beta is not None:
+        lines.append(cut(inputs.beta.astype(jnp.float32)))
+    return jnp.stack(lines, 3)
+
+
+def buffer(*tiles: int) -> Any:
+    """Return shared memory for tiles."""
+    return plgpu.SMEM((*tiles, *SHAPE), jnp.bfloat16, transforms=swizzled(SIDE, jnp.bfloat16))
+
+
+def wide(x: Any) -> Any:
+    """Return a matrix with the layout of sums of products; the compiler is slow to find it by itself."""
+    return plgpu.layout_cast(x, WIDE)
+
+
+def wide_tiles(count: int, delta: bool) -> list[Any]:
+    """Return shared memory in which the delta rule's walks keep float32 tiles between chunks, or none.
+
+    Args:
+      count: number of tiles.
+      delta: with the delta rule, whose triangular system needs the registers.
+    """
+    return [plgpu.SMEM((count, *SHAPE), jnp.float32, transforms=swizzled(SIDE, jnp.float32))] * delta
+
+
+def load(tile: Any) -> Any:
+    """Return a tile as float32 in registers."""
+    return wide(plgpu.load(tile, layout=WIDE).astype(jnp.float32))
+
+
+def put(tile: Any, x: Any) -> None:
+    """Write a matrix in registers to a tile."""
+    tile[...] = wide(x.astype(tile.dtype))
+
+
+def products(*pairs: tuple[Any, Any]) -> Any:
+    """Return the sum of products of tiles in shared memory, in float32."""
+
+    def run(acc: Any) -> Any:
+        for a, b in pairs:
+            plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    # Without the barrier the compiler may use sums before it waits for them, and then waits for every product.
+    return lax.optimization_barrier(wide(pl.run_scoped(run, plgpu.ACC(SHAPE, jnp.float32))))
+
+
+Terms = Sequence[Any]
+"""Two tiles of shared memory whose sum is a matrix, of float32 but for the last 7 bits."""
+WORK = 6
+"""Tiles that the delta rule works in."""
+
+
+def split(terms: Terms, x: Any) -> None:
+    """Write a matrix in registers to two tiles."""
+    high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(2**16)), jnp.float32)
+    put(terms[0], high)
+    put(terms[1], x - high)
+
+
+def times(a: Terms, b: Terms) -> Any:
+    """Return the product of matrices of two terms each."""
+    return products((a[0], b[0]), (a[0], b[1]), (a[1], b[0]))
+
+
+class Lines:
+    """The lines of a chunk, and the matrices made of them.
+
+    Args:
+      lines_s: lines of `vectors` in shared memory.
+    """
+
+    def __init__(self, lines_s: Any) -> None:
+        self.lines_s = lines_s
+
+    def zero(self) -> Any:
+        """Return a 0 that the compiler cannot know before it is here.
+
+        What does not change during a loop would be computed before it and kept in registers that are needed for sums:
+        eight for the descriptors of each tile that is multiplied, 32 for a mask.
+        """
+        return self.lines_s[BEGIN, 0].astype(jnp.int32)  # a chunk's first row sees itself
+
+    def places(self) -> tuple[Any, Any]:
+        """Return the number of each row and of each column, as matrices."""
+        zero = self.zero()
+        row, column = (wide(plgpu.broadcasted_iota(jnp.int32, SHAPE, axis, layout=WIDE)) for axis in (0, 1))
+        return row + zero, column + zero
+
+    def of(self, line: int, axis: int = 0) -> Any:
+        """Return factors of rows (axis 0) or of columns, as a matrix."""
+        x = plgpu.load(self.lines_s.at[line], layout=WIDE.reduce(1 - axis), optimized=False)
+        return wide(spread(x, SHAPE, axis))
+
+    def keeps(self) -> Any:
+        """Return the decay of the state over the whole chunk, a scalar."""
+        return self.lines_s[SINCE, SIDE - 1]
+
+    def tiles(self, buffer_s: Any) -> list[Any]:
+        """Return the tiles of a buffer (n, 64, 64)."""
+        zero = self.zero()
+        return [buffer_s.at[zero + i] for i in range(buffer_s.shape[0])]
+
+    def decays(self) -> Any:
+        """Return the decay from each column's token to each row's, 0 where the row does not see it."""
+        row, column = self.places()
+        sees = (column >= self.of(BEGIN).astype(jnp.int32)) & (column <= row)
+        return wide(jnp.where(sees, jnp.exp2(self.of(TOTAL) - self.of(COLUMNS, 1)), 0.0))
+
+    def solve(self, keys: Sequence[Any], decays: Any, work_s: Any) -> None:
+        """Write the inverse of the delta rule's triangular matrix `I + beta * (k k^T) * decays` to the first two tiles.
+
+        The inverse of a matrix of four blocks follows from those of the two on its diagonal, by two products; here
+        for all blocks of a size at once, from 2 x 2 blocks on.
+
+        Args:
+          keys: the keys' tiles.
+          decays: of `decays`.
+          work_s: `WORK` tiles of shared memory.
+        """
+
+        def work() -> list[Terms]:
+            tiles = self.tiles(work_s)
+            return list(zip(tiles[0::2], tiles[1::2], strict=True))
+
+        alike = products(*((k, k.T) for k in keys))
+        row, column = self.places()
+        lower = jnp.where(column < row, alike * decays * self.of(BETA), 0.0)
+        apart = row ^ column
+        made_s, _, lower_s = work()
+        split(lower_s, lower)
+        split(made_s, jnp.where(apart == 0, 1.0, jnp.where(apart == 1, -lower, 0.0)))
+        plgpu.commit_smem()
+
+        def double(doubling: Any, _: None) -> None:
+            made_s, half_s, lower_s = work()
+            split(half_s, times(made_s, lower_s))
+            plgpu.commit_smem()
+            below = times(half_s, made_s)
+            # Blocks of 2^doubling rows right below such a block on the diagonal; they were zero.
+            row, column = self.places()
+            here = lax.shift_right_logical(row ^ column, doubling) == 1
+            made = jnp.where(here, -below, load(made_s[0]) + load(made_s[1]))
+            plgpu.commit_smem()  # every thread has read
+            split(made_s, made)
+            plgpu.commit_smem()
+
+        lax.fori_loop(1, SIDE.bit_length() - 1, double, None)

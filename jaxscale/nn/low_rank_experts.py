@@ -35,8 +35,8 @@ class LowRankExperts:
       experts: number of experts.
       top_k: experts per token.
       rank: rank of an expert's product in each matrix.
-      alpha: factor on the products times the rank.
-      dense: the kind of feed-forward layer: `SwiGLU`, `GeGLU`, `GELU`.
+      alpha: low-rank products are scaled by `alpha / rank`.
+      dense: the kind of feed-forward layer: `SwiGLU`, `GeGLU`, `ReGLU`, `GELU`, `SquaredReLU`.
       balance_loss: weight of the load-balance loss.
 
     Raises:

@@ -44,7 +44,7 @@ class MixtureOfExperts:
         experts are known while attention runs (SmallThinker, Song et al. 2025, arXiv:2507.20984).
       shared: number of shared experts, which every token uses (Dai et al. 2024); they are one feed-forward layer.
       shared_gate: multiply the output of the shared experts by a sigmoid gate per token (Qwen1.5-MoE).
-      expert: the kind of expert: `SwiGLU`, `GeGLU`, `GELU`.
+      expert: the kind of expert: `SwiGLU`, `GeGLU`, `ReGLU`, `GELU`, `SquaredReLU`, `ClampedSwiGLU`.
       capacity: an expert takes at most `capacity * top_k / experts` of a group's tokens and drops the others; `None`
         drops none.
       group: number of consecutive tokens of a row that share an expert's slots; a whole row by default.

@@ -29,13 +29,13 @@ class MixLoRA(Adapters):
 
     All weights of the model are frozen. An expert is the layer with a low-rank product of its own added to each matrix
     (see `LowRankExperts`, which becomes `Transformer.mlp`); products are zero at first, so that training starts from
-    the model. Tasks that would share one adapter can so use different ones.
+    the model. So different tasks can use different experts.
 
     Args:
       experts: number of experts.
       top_k: experts per token.
       rank: rank of an expert's product in each matrix.
-      alpha: factor on the products times the rank.
+      alpha: low-rank products are scaled by `alpha / rank`.
       balance_loss: weight of the load-balance loss.
       base: storage format of the frozen matrices; by default that of the run that training starts from.
 

@@ -12,6 +12,8 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxscale.config_registry import BY_NAME
 from jaxscale.config_types import holds, in_words, is_call, parameters, type_hints
 from jaxscale.errors import ConfigError
@@ -78,7 +80,13 @@ def _fields_of(kind: Any) -> dict[str, object]:
 
 
 def _hint(value: Any, expected: object) -> str:
-    """What to write in place of a registered name, or of a class where an instance is needed."""
+    """What to write in place of a scalar of NumPy, a registered name, or a class where an instance is needed."""
+    scalar = value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+    if scalar is not value and holds(scalar, expected):
+        return f"; write {scalar!r}"
+    dtype = value.name if isinstance(value, np.dtype) else getattr(value, "__name__", None)
+    if expected is str and dtype in ("float32", "bfloat16"):
+        return f"; write '{dtype}'"
     obj = BY_NAME[value].obj if isinstance(value, str) and value in BY_NAME else value
     if obj is not value and holds(obj, expected):
         return f"; write {value} without quotes (@{value} in gin)"

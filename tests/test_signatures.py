@@ -6,6 +6,7 @@ import dataclasses
 import re
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -128,6 +129,10 @@ def test_a_flax_module_is_checked_by_its_constructor():
     assert TransformerConfig(norm=LayerNorm, qk_norm=QKNorm(LayerNorm)).norm is LayerNorm
 
 
+def mixed(width, heads, kv_heads, head_dim, **options):
+    """A function with the signature of a mixer."""
+
+
 @pytest.mark.parametrize("kind", [TransformerConfig, BlockConfig])
 def test_text_and_tuples_are_refused_in_every_field_that_takes_something_else(kind):
     free = {"windows": (), "overlap": (), "blocks": (), "dtype": "bfloat16", "param_dtype": "bfloat16", "products": ()}
@@ -154,16 +159,28 @@ def test_text_and_tuples_are_refused_in_every_field_that_takes_something_else(ki
         (dict(embed_gradient="0.1"), "embed_gradient = '0.1': must be a number"),
         (dict(width=True), "width = True: must be a whole number of at least 1, or None"),
         (dict(parametrisation="MuP"), "parametrisation = 'MuP': must be Parametrisation(...) or None; write MuP()"),
+        (dict(dropout=np.float32(0.5)), "dropout = np.float32(0.5): must be a number; write 0.5"),
+        (dict(logit_softcap=jnp.float32(30)), "dtype=float32): must be a number or None; write 30.0"),
+        (dict(dtype=jnp.bfloat16), "dtype = bfloat16: must be text; write 'bfloat16'"),
+        (dict(param_dtype=np.dtype("float32")), "param_dtype = dtype('float32'): must be text; write 'float32'"),
+        (dict(scan=None), "scan = None: must be True, False or 'auto'"),
+        (dict(logit_softcap=0.0), "logit_softcap = 0.0: must be above 0 and finite, or None for no cap"),
+        (dict(attention_softcap=-3), "attention_softcap = -3: must be above 0 and finite, or None for no cap"),
+        (dict(norm_eps=float("nan")), "norm_eps = nan: must be at least 0 and finite"),
+        (dict(attention_scale=float("inf")), "attention_scale = inf: must be finite, or None"),
+        (dict(residual_scale=float("inf")), "residual_scale = inf: must be above 0 and finite; 1.0 changes nothing"),
     ],
 )
 def test_a_value_of_another_type_is_named_with_what_the_field_takes(fields, message):
-    with pytest.raises(ConfigError, match=re.escape("Transformer." + message)):
+    with pytest.raises(ConfigError, match=f"Transformer.*{re.escape(message)}"):
         TransformerConfig(**fields)
     TransformerConfig(positions=Rotary(), stack=ReversibleRun, embed_gradient=0.1, logit_softcap=30)
     with pytest.raises(ConfigError, match="Block.window = '256': must be a whole number or None"):
         TransformerConfig(blocks=(BlockConfig(window="256"),))
     with pytest.raises(ConfigError, match=re.escape("; write Mamba2() for an instance")):
         TransformerConfig(blocks=(BlockConfig(Mamba2),))
+    with pytest.raises(ConfigError, match="Block.mixer = 'mixed' has no .*; make it an instance of a class derived"):
+        TransformerConfig(blocks=(BlockConfig(mixed),))
 
 
 def test_our_own_parts_are_taken():

@@ -21,6 +21,7 @@ from jaxscale.nn import (
     Embedding,
     LowRankExperts,
     MemoryPolicy,
+    Mixer,
     MixtureOfExperts,
     ReversibleRun,
     Rotary,
@@ -49,10 +50,12 @@ def check_transformer(c: TransformerConfig) -> None:
     for name in ("depth", "vocab", "width", "heads", "kv_heads", "head_dim", "hidden"):
         check_whole(f"Transformer.{name}", getattr(c, name), optional=name not in ("depth", "vocab"))
     rules_of(c.products)
+    if c.scan not in (True, False, "auto"):
+        raise ConfigError(f"Transformer.scan = {c.scan!r}: must be True, False or 'auto'")
+    if c.shared is not None and not isinstance(c.shared, SharedBlocks):
+        raise ConfigError(f"Transformer.shared = {c.shared!r}: must be SharedBlocks(uses=2)")
     check_fields("Transformer", c)
-    for name in ("residual_scale", "logit_scale"):
-        if not getattr(c, name) > 0:
-            raise ConfigError(f"Transformer.{name} = {getattr(c, name)!r}: must be above 0; 1.0 changes nothing")
+    _check_numbers(c)
     if not callable(c.attention):
         close = same(str(c.attention), ("dot_product_attention", "flash_attention")) or ["dot_product_attention"]
         raise ConfigError(f"Transformer.attention = {c.attention!r}: must be a kernel; write @{close[0]}")
@@ -72,6 +75,12 @@ def check_transformer(c: TransformerConfig) -> None:
         mlps += [] if b.mlp is None else [("Block.mlp", b.mlp)]
         if b.mixer is not None:
             check_call("Block.mixer", b.mixer, ("width", "heads", "kv_heads", "head_dim"), MADE_WITH)
+            lacks = [name for name in vars(Mixer) if not name.startswith("_") and not hasattr(b.mixer, name)]
+            if lacks:
+                raise ConfigError(
+                    f"Block.mixer = {getattr(b.mixer, '__name__', b.mixer)!r} has no '{lacks[0]}'; make it an instance "
+                    "of a class derived from jaxscale.nn.Mixer"
+                )
     for name, mlp in mlps:
         if isinstance(mlp, MixtureOfExperts | LowRankExperts):
             mlp.check(c)
@@ -114,8 +123,6 @@ def check_transformer(c: TransformerConfig) -> None:
             f"{c.embedding.__name__}"
         )
     MemoryPolicy.of(c.memory)
-    if c.scan not in (True, False, "auto"):
-        raise ConfigError(f"Transformer.scan = {c.scan!r}: must be True, False or 'auto'")
     for name in c.overlap:
         if name not in ("attention", "mlp"):
             raise ConfigError(f"Transformer.overlap names the sub-layer '{name}'{near(name, ('attention', 'mlp'))}")
@@ -169,6 +176,24 @@ def check_transformer(c: TransformerConfig) -> None:
             )
 
 
+def _check_numbers(c: TransformerConfig) -> None:
+    for name in ("residual_scale", "logit_scale"):
+        if not 0 < getattr(c, name) < math.inf:
+            raise ConfigError(
+                f"Transformer.{name} = {getattr(c, name)!r}: must be above 0 and finite; 1.0 changes nothing"
+            )
+    if not 0 <= c.norm_eps < math.inf:
+        raise ConfigError(f"Transformer.norm_eps = {c.norm_eps!r}: must be at least 0 and finite")
+    for name in ("attention_softcap", "logit_softcap"):
+        cap = getattr(c, name)
+        if cap is not None and not 0 < cap < math.inf:
+            raise ConfigError(f"Transformer.{name} = {cap!r}: must be above 0 and finite, or None for no cap")
+    for name in ("attention_scale", "embed_scale"):
+        factor = getattr(c, name)
+        if factor is not None and not math.isfinite(factor):
+            raise ConfigError(f"Transformer.{name} = {factor!r}: must be finite, or None")
+
+
 def _check_multi_token(c: TransformerConfig) -> None:
     check_whole("Transformer.multi_token", c.multi_token, 0)
     if not c.multi_token:
@@ -196,8 +221,6 @@ def _check_multi_token(c: TransformerConfig) -> None:
 def _check_shared(c: TransformerConfig) -> None:
     if c.shared is None:
         return
-    if not isinstance(c.shared, SharedBlocks):
-        raise ConfigError(f"Transformer.shared = {c.shared!r}: must be SharedBlocks(uses=2)")
     if issubclass(c.stack, ReversibleRun):
         raise ConfigError("Transformer.shared needs Transformer.stack = @Run, since ReversibleRun applies a block once")
     for name, (first, last, period) in zip(("dense_layers", "depth"), c.sections, strict=True):

@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--experts", type=int, metavar="N", help="experts that each feed-forward layer becomes; with --weights-only"
     )
-    parser.add_argument("--top-k", type=int, default=2, metavar="K", help="experts per token (default: 2)")
+    parser.add_argument("--top-k", type=int, metavar="K", help="experts per token (default: 2)")
     parser.add_argument(
         "--redraw",
         type=float,

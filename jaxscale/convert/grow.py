@@ -35,7 +35,7 @@ def grow(
     heads: int | None = None,
     noise: float = 0.1,
     experts: int | None = None,
-    top_k: int = 2,
+    top_k: int | None = None,
     redraw: float = 0.0,
     step: int | None = None,
     weights_only: bool = False,
@@ -59,7 +59,7 @@ def grow(
       heads: number of query heads; by default it grows as `width`.
       noise: see `jaxscale.convert.wider.Wider`.
       experts: number of experts that each feed-forward layer becomes, copies of it; needs `weights_only`.
-      top_k: experts per token.
+      top_k: experts per token; 2 by default.
       redraw: see `jaxscale.convert.upcycled.Upcycled`.
       step: the checkpoint's step; the newest by default.
       weights_only: write the evaluation parameters only (for adapters, merged with the model).
@@ -87,12 +87,16 @@ def grow(
         growths.append(widened(before, width=width, hidden=hidden, heads=heads, noise=noise, seed=config.seed))
     if experts is not None:
         before = growths[-1].model if growths else config.model
-        growths.append(upcycled(before, experts=experts, top_k=top_k, redraw=redraw, seed=config.seed))
+        growths.append(
+            upcycled(before, experts=experts, top_k=2 if top_k is None else top_k, redraw=redraw, seed=config.seed)
+        )
         if not weights_only:
             raise ConfigError(
                 f"experts = {experts}: the optimizer's state is that of the dense layers, and an expert's gradients "
                 "are those of its own tokens; grow the weights only (--weights-only)"
             )
+    elif top_k is not None:
+        raise ConfigError(f"top_k = {top_k} has no effect without experts; set experts, or leave it out")
     elif redraw:
         raise ConfigError(f"redraw = {redraw} has no effect without experts; set experts, or leave it out")
     if layers is None and method != "stack":

@@ -150,14 +150,16 @@ def _merged(parts: list[Any]) -> Any:
     return parts[0] if all(part == parts[0] for part in parts) else tuple(parts)
 
 
-_LOSSES = {"balance_loss": 0.0, "sequence_balance": False, "z_loss": 0.0, "index_loss": 0.0}
-"""Settings of layers' own losses, which only training uses, and their values without any."""
+_OWN_OF_LAYERS = {
+    "balance_loss": 0.0, "sequence_balance": False, "z_loss": 0.0, "index_loss": 0.0, "dispatcher": None
+}  # fmt: skip
+"""Settings of layers' own losses, and of how devices send tokens, that no value depends on, with values for none."""
 
 
 def _forward(layer: Any) -> Any:
-    """Return a mixer or feed-forward layer without settings that only training uses."""
-    losses = {name: none for name, none in _LOSSES.items() if hasattr(layer, name)}
-    return dataclasses.replace(layer, **losses) if losses else layer
+    """Return a mixer or feed-forward layer without settings that its output does not depend on."""
+    none = {name: value for name, value in _OWN_OF_LAYERS.items() if hasattr(layer, name)}
+    return dataclasses.replace(layer, **none) if none else layer
 
 
 def _sized(mlp: Any, hidden: int) -> Any:

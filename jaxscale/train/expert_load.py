@@ -75,7 +75,11 @@ def line_of(step: int, tables: Mapping[str, Any]) -> dict[str, Any]:
         if name.startswith("experts_"):
             for layer, (*load, tokens, entropy) in enumerate(np.asarray(table, np.float64).tolist()):
                 if tokens > 0:
-                    layers[layer] = {"load": [round(n) for n in load], "entropy": round(entropy / tokens, 4)}
+                    mean = round(entropy / tokens, 4)
+                    layers[layer] = {
+                        "load": [round(n) for n in load],
+                        "entropy": mean if math.isfinite(mean) else str(mean),  # JSON has no NaN
+                    }
     return {"step": step, "layers": {str(i): layers[i] for i in sorted(layers)}}
 
 

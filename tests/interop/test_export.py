@@ -26,6 +26,7 @@ from jaxscale.nn import (
     SigmoidRouter,
     UnitOffsetRMSNorm,
 )
+from jaxscale.parallel.dispatch import AllGatherDispatch
 from tests.truth.hf_folder import CONFIG, tensors, write_folder
 
 bf16 = ml_dtypes.bfloat16
@@ -136,6 +137,11 @@ def test_the_nearest_family_is_the_one_that_lacks_least():
 
 def test_a_width_that_no_layer_has_is_nothing_to_say():
     experts = TransformerConfig(**SMALL, mlp=MixtureOfExperts(hidden=16))
+    assert family_for(experts, FAMILIES, 1024).model_type == "mixtral"
+
+
+def test_a_way_of_sending_tokens_is_nothing_to_say():
+    experts = TransformerConfig(**SMALL, mlp=MixtureOfExperts(4, 2, dispatcher=AllGatherDispatch()))
     assert family_for(experts, FAMILIES, 1024).model_type == "mixtral"
 
 

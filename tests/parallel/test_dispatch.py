@@ -164,8 +164,9 @@ def test_a_dispatcher_and_a_capacity_that_do_not_go_together_are_refused():
         Some(dispatcher=AllGatherDispatch(), capacity=1.0, router=ExpertChoiceRouter())
     with raises_saying(ConfigError, "must be a Dispatcher", "DroplessDispatch()"):
         Some(dispatcher=DroplessDispatch)
-    with raises_saying(ConfigError, "within", "AllGatherDispatch()"):
-        HierarchicalDispatch(within=SlotDispatch())
+    for within in (SlotDispatch(), HierarchicalDispatch(), DroplessDispatch, None):
+        with raises_saying(ConfigError, "within", "AllGatherDispatch()"):
+            HierarchicalDispatch(within=within)
 
 
 def test_a_payload_that_keeps_errors_is_refused():

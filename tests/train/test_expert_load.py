@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxscale.nn.stats import TABLES
+from jaxscale.step import LocalSteps, RobustGradients
+from jaxscale.step.algorithms import Mean
 from jaxscale.sweep.comparing import read_runs
 from jaxscale.sweep.comparing.page import page
 from jaxscale.train.expert_load import FILE, dead, draw_experts, every, line_of, numbers_of, read_experts
@@ -34,6 +41,21 @@ def test_lines_have_the_layers_with_experts_and_are_read_again(folder):
     assert at.evenness == pytest.approx(1 / np.log(4))
     assert read_experts(folder / "none.jsonl") == {}
     assert every(20) == 1 and every(10_000) == 100
+
+
+def test_an_entropy_that_is_not_finite_is_valid_json_and_read_again(folder):
+    line = json_row(line_of(4, _table([4, 0, 0, 0], entropy=np.nan)))
+    assert json.loads(line, parse_constant=pytest.fail)["layers"]["1"]["entropy"] == "nan"
+    (folder / FILE).write_bytes(line)
+    assert np.isnan(read_experts(folder / FILE)[4][1].entropy)
+
+
+@pytest.mark.parametrize("algorithm", [LocalSteps(replicas=2, every=2), RobustGradients(replicas=2, aggregate=Mean())])
+def test_replicas_add_up_their_loads_and_average_their_numbers(algorithm):
+    one = {"loss": jnp.ones(2), TABLES: jax.tree.map(lambda a: jnp.stack([a, 0 * a]), _table([1, 0, 0, 1], tokens=1))}
+    metrics = algorithm.over_replicas(one)
+    assert metrics["loss"] == 1.0
+    assert line_of(1, metrics[TABLES])["layers"]["1"] == {"load": [1, 0, 0, 1], "entropy": 1.0}
 
 
 def test_dead_experts_have_no_token_in_the_last_tenth_of_the_lines(folder):

@@ -43,7 +43,8 @@ class HierarchicalDispatch(Dispatcher):
 
     def __post_init__(self) -> None:
         check_payload(self, self.payload)
-        if self.within.needs_capacity or isinstance(self.within, HierarchicalDispatch):
+        flat = isinstance(self.within, Dispatcher) and not isinstance(self.within, HierarchicalDispatch)
+        if not flat or self.within.needs_capacity:
             raise ConfigError(
                 f"HierarchicalDispatch.within = {self.within!r}: must be DroplessDispatch() or AllGatherDispatch()"
             )

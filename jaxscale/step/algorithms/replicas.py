@@ -13,6 +13,7 @@ import optax
 
 from jaxscale.errors import ConfigError
 from jaxscale.layout import TensorInfo
+from jaxscale.nn.stats import TABLES
 from jaxscale.optim import HostState, apply_gradients, averages, state_infos
 from jaxscale.optim.base import Schedule
 from jaxscale.parallel import Wire, each_copy, mean_copy, why_no_copies
@@ -141,12 +142,12 @@ class Replicas(Algorithm):
         return loss_and_grads
 
     def over_replicas(self, metrics: Metrics) -> Metrics:
-        """Return one number per metric, in this class the mean.
+        """Return one number per metric, in this class the mean, and the sums of statistics by layer.
 
         Args:
           metrics: (replicas,) arrays by name.
         """
-        return jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
+        return jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics) | summed_tables(metrics)
 
     def copies(self, params: Tree, batch: Tree) -> Iterator[tuple[Tree, Tree]]:
         """Yield the parameters and the rows of each replica."""
@@ -237,3 +238,12 @@ class LocalReplicas(Replicas):
             return jax.tree.map(lambda x: x[r], (params, self.own_rows(batch)))
 
         return map(part, range(self.replicas))
+
+
+def summed_tables(metrics: Metrics) -> Metrics:
+    """Return the statistics by layer, which are sums over tokens, of all replicas together; none if there are none.
+
+    Args:
+      metrics: (replicas, ...) arrays by name.
+    """
+    return {k: jax.tree.map(lambda x: jnp.sum(x, axis=0), v) for k, v in metrics.items() if k == TABLES}

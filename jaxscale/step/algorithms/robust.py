@@ -14,7 +14,7 @@ from jaxscale.optim.base import Schedule
 from jaxscale.parallel import chunk_bytes, chunks_of, from_chunks
 from jaxscale.step.algorithm import NEXT_TOKEN, Metrics, Step, Tree
 from jaxscale.step.algorithms.aggregates import Aggregate, Flag
-from jaxscale.step.algorithms.replicas import Replicas, check_counts
+from jaxscale.step.algorithms.replicas import Replicas, check_counts, summed_tables
 from jaxscale.step.backprop import make_step
 from jaxscale.step.guards import Guard
 from jaxscale.step.objective import Batch, Objective
@@ -55,14 +55,14 @@ class RobustGradients(Replicas):
             )
 
     def over_replicas(self, metrics: Metrics) -> Metrics:
-        """Return the means of the finite numbers, and how many replicas' losses are not finite."""
+        """Return means of finite numbers, sums of statistics by layer, and how many replicas' losses are not finite."""
 
         def mean(x: jax.Array) -> jax.Array:
             finite = jnp.isfinite(x)
             return jnp.sum(jnp.where(finite, x, 0), axis=0) / jnp.sum(finite, axis=0)
 
         wrong = jnp.sum(~jnp.isfinite(metrics["loss"])).astype(jnp.float32)
-        return {**jax.tree.map(mean, metrics), "replicas_not_finite": wrong}
+        return {**jax.tree.map(mean, metrics), **summed_tables(metrics), "replicas_not_finite": wrong}
 
     def step(
         self,

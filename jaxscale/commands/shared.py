@@ -261,18 +261,20 @@ def load(own: Path | None, args: argparse.Namespace, bindings: list[str], also: 
 
 
 def _check_model_of(start: str, name: str, settings: TrainConfig) -> None:
-    """Check that an unused binding is not one of the model that `--from` names, which has its own settings.
+    """Check that an unused binding is not one of the model that `--from` names, or of a part of it.
 
     Raises:
-      ConfigError: it is.
+      ConfigError: it is, and the model has its own settings.
     """
-    from jaxscale.config import registered
+    from jaxscale import config as gin_config
 
-    kind = registered().get(name.rpartition(".")[0].rpartition("/")[2])
-    if isinstance(kind, type) and isinstance(settings.model, kind):
+    lines = gin_config.dumps("train", {"model": settings.model}).splitlines()
+    names = [line.partition(" = ")[0] for line in lines if line.startswith(("model/", "model_"))]
+    same_name = [n for n in names if n.rpartition("/")[2] == name.rpartition("/")[2]]
+    if same_name:
         raise ConfigError(
             f"{name} has no effect, since the model is that of {start} with its own settings; leave it out, or change "
-            f"them: jaxscale train {start}/config.gin --from {start} --gin.model/{name}=..."
+            f"them: jaxscale train {start}/config.gin --from {start} --gin.{same_name[0]}=..."
         )
 
 

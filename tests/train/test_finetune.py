@@ -260,6 +260,9 @@ def test_merged_adapters_are_an_ordinary_run_from_the_command_line(base, tmp_pat
     capsys.readouterr()
     assert main(["train", str(tmp_path / "lora.gin"), *change]) == 2
     assert f"{base.path}/config.gin --from {base.path} --gin.model/Transformer.logit_soft" in capsys.readouterr().err
+    change[0] = "--gin.Rotary.theta=500.0"  # of a part of the model
+    assert main(["train", str(tmp_path / "lora.gin"), *change]) == 2
+    assert "--gin.model_positions/Rotary.theta=..." in capsys.readouterr().err
     change[0] = "--gin.model/Transformer.logit_softcap=20.0"
     assert main(["train", f"{base.path}/config.gin", *change]) == 0
     assert main(["merge", "tuned", "whole"]) == 0

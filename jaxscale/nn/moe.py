@@ -47,7 +47,7 @@ class MixtureOfExperts:
       expert: the kind of expert: `SwiGLU`, `GeGLU`, `ReGLU`, `GELU`, `SquaredReLU`, `ClampedSwiGLU`.
       capacity: an expert takes at most `capacity * top_k / experts` of a group's tokens and drops the others; `None`
         drops none.
-      group: number of consecutive tokens of a row that share an expert's slots; a whole row by default.
+      group: with a capacity, number of consecutive tokens of a row that share it; a whole row by default.
       dispatcher: how tokens get to the devices of their experts: `DroplessDispatch()`, `AllGatherDispatch()`,
         `HierarchicalDispatch()`, or with a capacity `SlotDispatch()`; by default the first or the last. Weights are
         sharded alike with all.
@@ -102,6 +102,11 @@ class MixtureOfExperts:
             )
         if self.dispatcher is not None:
             self._check_dispatcher(self.dispatcher)
+        if self.capacity is None and self.group is not None:
+            raise ConfigError(
+                f"MixtureOfExperts.group = {self.group} has no effect without a capacity, whose tokens it counts; set "
+                "capacity, or leave group out"
+            )
         limit = getattr(self.router, "limit", None)
         if limit is not None:
             limit.check(self.experts, self.top_k)
@@ -165,7 +170,7 @@ class MixtureOfExperts:
         """Return this mixture without a capacity, unless its router needs one."""
         if self.capacity is None or self.router.needs_capacity:
             return self
-        return dataclasses.replace(self, capacity=None, dispatcher=None)
+        return dataclasses.replace(self, capacity=None, group=None, dispatcher=None)
 
     @property
     def gated(self) -> bool:

@@ -223,6 +223,7 @@ def test_slots_go_to_first_choices_first_and_then_by_position():
         (dict(shared_gate=True), ["shared_gate = True", "set shared"]),
         (dict(router=ExpertChoiceRouter()), ["ExpertChoiceRouter", "capacity", "1.0"]),
         (dict(sequence_balance=True), ["sequence_balance = True", "set balance_loss"]),
+        (dict(group=8), ["group = 8", "set capacity"]),
         (dict(balance_loss=-0.1), ["balance_loss = -0.1", "at least 0"]),
     ],
     ids=lambda v: "-".join(map(str, v)) if isinstance(v, dict) else "",

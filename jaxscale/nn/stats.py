@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxscale.errors import ConfigError
+
 Stats = dict[str, Float[Array, "..."]]
 
 BY_LAYER = "by_layer/"
@@ -51,11 +53,19 @@ def of_layer(
       stats: what it returned.
       number: the number of its block in the model.
       layers: the model's number of blocks; `None` drops the vectors.
+
+    Raises:
+      ConfigError: the layer's `reports` is not a prefix, or numbers come without "layers".
     """
-    out = {}
+    prefix, name, out = reports(layer), type(layer).__name__, {}
+    numbers = [key for key in stats if key != "loss" and not key.startswith(BY_LAYER)]
+    if numbers and not isinstance(prefix, str):
+        raise ConfigError(f"{name}.reports = {prefix!r}: must be text that its numbers' names in the log begin with")
+    if numbers and "layers" not in numbers:
+        raise ConfigError(f"{name} reports '{numbers[0]}' without 'layers'; also report \"layers\": jnp.ones([])")
     for name, value in stats.items():
         if not name.startswith(BY_LAYER):
-            out[name if name == "loss" else f"{reports(layer)}/{name}"] = value
+            out[name if name == "loss" else f"{prefix}/{name}"] = value
         elif number is not None and layers is not None:
             here = jnp.arange(layers) == number
             out[f"{name}/{value.size}"] = jnp.where(here[:, None], value, 0.0).reshape(-1)

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout, named
 from jaxscale.models import BlockConfig, TransformerConfig
 from jaxscale.nn import Context, Mixer, MixtureOfExperts, NoFeedForward, ReversibleRun, metrics
+from jaxscale.nn.stats import of_layer
 from jaxscale.step.state import describe_model
 from jaxscale.testing import compare_layouts
 from tests.truth.compare import assert_leaves_agree
@@ -110,6 +112,16 @@ def test_numbers_of_mixers_and_experts_are_means_of_their_own_layers():
     _, stats, _ = losses_of(Small(blocks=(plain, experts)), batch)
     assert (stats["scaled/layers"], stats["moe/layers"]) == (2, 1)
     assert {"scaled_square", "moe_load_balance"} <= metrics(stats).keys()
+
+
+def test_numbers_without_a_prefix_or_a_count_of_layers_are_refused():
+    layer = Scaled(2, nnx.Rngs(0))
+    with pytest.raises(ConfigError, match="Scaled reports 'square' without 'layers'; also report \"layers\": jnp.ones"):
+        of_layer(layer, {"loss": jnp.ones([]), "square": jnp.ones([])})
+    layer.reports = True
+    with pytest.raises(ConfigError, match="Scaled.reports = True: must be text that its numbers' names"):
+        of_layer(layer, {"layers": jnp.ones([])})
+    assert of_layer(layer, {"loss": 1}) == {"loss": 1}
 
 
 @pytest.mark.parametrize("mesh", short(1, ["context=2,pipeline=2", "data=2,pipeline=2", "fsdp=2,tensor=2"]))

@@ -7,6 +7,9 @@ from typing import Any
 
 from jaxscale.commands.shared import TEXT, accept_argument, import_argument, imports_of, no_bindings
 
+BALANCE = "model_mlp/MixtureOfExperts.balance_loss"
+"""The weight of the load-balance loss by its name in a grown run's `config.gin`."""
+
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
@@ -88,6 +91,8 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     then = f"train --from {grown.place} CONFIG{own}"
     if not args.weights_only:
         then = f"train --resume {grown.place} --gin.train.steps={2 * grown.config.steps}{own}"
+    elif args.experts is not None:  # in whose own settings the weight of the load-balance loss is 0
+        then = f"train {grown.place}/config.gin --from {grown.place}{own} --gin.{BALANCE}=0.01"
     was, now = parameter_count(source.config), parameter_count(grown.config)
     print(f"{grown.place}: {now:,} parameters, grown from {was:,}; jaxscale {then}")
     return 0

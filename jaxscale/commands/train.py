@@ -157,9 +157,10 @@ def _next_steps(run: Run, config: TrainConfig) -> str:
     more = "" if stopped else f" --gin.train.steps={config.steps * 2}"
     prompt = ' --prompt "class "' if config.data.name == "python_stdlib" else ""
     look = f"report {run.place}" if no_texts(config) else f"sample {run.place}{prompt}{own}"
-    picture = "loss.png, " if (run.path / "loss.png").exists() else ""
+    optional = ("loss.png", "experts.png", "experts.jsonl")
+    files = "".join(f"{name}, " for name in optional if (run.path / name).exists())
     return (
-        f"the run is in {run.place}: {picture}metrics.jsonl, config.gin, run.json, checkpoints/\n"
+        f"the run is in {run.place}: {files}metrics.jsonl, config.gin, run.json, checkpoints/\n"
         f"next steps:\n"
         f"  {name} {look}\n"
         f"  {name} train --resume {run.place}{more}{simulated}{own}\n"

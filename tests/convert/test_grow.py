@@ -305,3 +305,11 @@ def test_the_command_writes_a_run_that_its_advice_continues(small, tmp_path, cap
     line = capsys.readouterr().out.strip()
     assert main([*line.partition("; jaxscale ")[2].split(), "--quiet"]) == 0
     assert js.load(tmp_path / "deep").last_step() == 8
+
+
+def test_the_advice_for_grown_experts_balances_their_load(small, tmp_path, capsys):
+    argv = ["grow", str(small.path), "--experts", "2", "--top-k", "1", "--weights-only"]
+    assert main([*argv, "--out", str(tmp_path / "experts")]) == 0
+    advice = capsys.readouterr().out.strip().partition("; jaxscale ")[2].split()
+    assert main([*advice, "--run", str(tmp_path / "balanced"), "--gin.train.steps=1", "--quiet"]) == 0
+    assert js.load(tmp_path / "balanced").config.model.mlp.balance_loss == 0.01

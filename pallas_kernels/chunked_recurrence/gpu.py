@@ -18,7 +18,7 @@ from pallas_kernels.aot import SHARED_MEMORY
 from pallas_kernels.chunked_recurrence import examples
 from pallas_kernels.chunked_recurrence.gpu_backward import gradients, shared_memory, walk_back
 from pallas_kernels.chunked_recurrence.gpu_forward import walk
-from pallas_kernels.chunked_recurrence.gpu_tiles import SIDE, vectors
+from pallas_kernels.chunked_recurrence.gpu_tiles import BETA, SIDE, vectors
 from pallas_kernels.chunked_recurrence.inputs import Facts, Inputs
 from pallas_kernels.dispatch import HOPPER, Target, hopper
 
@@ -41,9 +41,7 @@ def supported(target: Target, *, facts: Facts, direction: str) -> str | None:
         )
     if facts.chunk not in (None, SIDE):
         return f"a kernel for GPUs has chunks of {SIDE} tokens, not {facts.chunk}"
-    if direction == "backward" and facts.delta:
-        return "gradients of the delta rule are left to XLA (registers spill)"
-    if direction == "backward" and shared_memory(facts.key, facts.value) > SHARED_MEMORY:
+    if direction == "backward" and shared_memory(facts.key, facts.value, facts.delta) > SHARED_MEMORY:
         return f"gradients of keys of width {facts.key} and values of {facts.value} do not fit in shared memory"
     return None if facts.seq and facts.batch else "there are no tokens"
 
@@ -69,9 +67,16 @@ def run(target: Target, inputs: Inputs, *cotangents: jax.Array, facts: Facts, di
         out, last = walk(target, q, k, v, lines, first, delta=facts.delta, dtype=dtype)
         return out[:, : facts.seq].astype(inputs.v.dtype), last
     dout, dlast = padded(cotangents[0]), cotangents[1]
-    (states,) = walk(target, q, k, v, lines, first, delta=False, dtype=jnp.bfloat16, save=True)
-    dv, dstates, dfirst = walk_back(target, q, k, dout, lines, dlast)
-    dq, dk, dlines = gradients(target, q, k, v, dout, states, dstates, lines)
+    *new, states = walk(target, q, k, v, lines, first, delta=facts.delta, dtype=jnp.bfloat16, save=True)
+    dv, dstates, dfirst = walk_back(target, q, k, dout, lines, dlast, delta=facts.delta)
+    dq, dk, dlines = gradients(target, q, k, *(new or [v]), dout, states, dstates, lines, *[dv] * facts.delta)
+    dbeta = None
+    if inputs.beta is not None:
+        # What a token adds is its rate times some x; v's cotangent is the rate times that of rate * x. So the rate's
+        # own cotangent, x times the latter, needs no further product.
+        rate = row(lines[..., BETA, :])[..., None]
+        both = (x[:, : facts.seq].astype(jnp.float32) / rate for x in (dv, *new))
+        dbeta = jnp.sum(math.prod(both), -1).astype(inputs.beta.dtype)
     ddecay = dlines[..., 0, :].at[..., -1].add(jnp.sum(dlines[..., 1, :], -1))
     dq, dk, dv = (x[:, : facts.seq].astype(like.dtype) for x, like in zip((dq, dk, dv), inputs[:3], strict=True))
     return Inputs(
@@ -79,7 +84,7 @@ def run(target: Target, inputs: Inputs, *cotangents: jax.Array, facts: Facts, di
         dk,
         dv,
         None if log_decay is None else row(lax.cumsum(ddecay, 3, reverse=True)).reshape(log_decay.shape),
-        None,
+        dbeta,
         None,
         None if initial is None else dfirst,
     )

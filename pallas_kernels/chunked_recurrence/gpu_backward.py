@@ -1,8 +1,7 @@
 """The recurrence on Hopper, backwards: a walk over the states' cotangents, then every chunk's gradients by itself.
 
 The walk is as serial as the forward one and carries the state's cotangent in registers. It writes v's cotangent and
-that of each chunk's last state. With these and each chunk's first state (`gpu_forward.walk` with `save`) chunks are
-independent. The delta rule has no such kernel: registers spill.
+that of each chunk's last state. With these and what `gpu_forward.walk` returns with `save` chunks are independent.
 """
 
 from __future__ import annotations
@@ -17,16 +16,21 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.chunked_recurrence.gpu_forward import SLOTS
 from pallas_kernels.chunked_recurrence.gpu_tiles import (
+    BETA,
     SIDE,
     SINCE,
     UNTIL,
     WIDE,
+    WORK,
     Lines,
     buffer,
     load,
     products,
     put,
+    split,
+    times,
     wide,
+    wide_tiles,
 )
 from pallas_kernels.dispatch import Target
 from pallas_kernels.flash_attention.gpu_walk import plgpu, zeros
@@ -34,19 +38,20 @@ from pallas_kernels.flash_attention.gpu_walk import plgpu, zeros
 _SPARE = 4096  # bytes of shared memory for vectors, barriers and Mosaic
 
 
-def shared_memory(key: int, value: int) -> int:
+def shared_memory(key: int, value: int, delta: bool) -> int:
     """Return bytes of a block of `gradients`.
 
     Args:
       key: width of a key.
       value: width of a value.
+      delta: with the delta rule.
     """
     tiles, columns = key // SIDE, value // SIDE
-    return 2 * SIDE**2 * (2 * (tiles + columns + tiles * columns) + 1) + _SPARE
+    return 2 * SIDE**2 * (2 * (tiles + columns + tiles * columns) + 1 + delta * (columns + 1)) + _SPARE
 
 
 def walk_back(
-    target: Target, q: jax.Array, k: jax.Array, dout: jax.Array, lines: jax.Array, dlast: jax.Array
+    target: Target, q: jax.Array, k: jax.Array, dout: jax.Array, lines: jax.Array, dlast: jax.Array, *, delta: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return cotangents: of v, of each chunk's last state, and of the first state.
 
@@ -59,6 +64,7 @@ def walk_back(
       dout: bfloat16 (B, S, H, V), the outputs' cotangent.
       lines: of `vectors`.
       dlast: float32 (B, H, K, V), the last state's cotangent.
+      delta: with the delta rule.
     """
     (b, s, h, key), value, chunks, count = q.shape, dout.shape[3], q.shape[1] // SIDE, lines.shape[3]
     tiles = key // SIDE
@@ -66,8 +72,9 @@ def walk_back(
     def chunked_recurrence_back(
         q_ref: Any, k_ref: Any, dout_ref: Any, lines_ref: Any, dlast_ref: Any, dv_ref: Any, dstates_ref: Any,
         dfirst_ref: Any, q_s: Any, k_s: Any, dout_s: Any, lines_s: Any, dstate_s: Any, pair_s: Any,
-        dv_s: Any, full: Any,
+        dv_s: Any, *refs: Any,
     ) -> None:  # fmt: skip
+        *work, full = refs
         head, mine = lax.axis_index("head"), pl.ds(lax.axis_index("columns") * SIDE, SIDE)
         at_b, at_h = lax.div(head, h), lax.rem(head, h)
         rows = [pl.ds(i * SIDE, SIDE) for i in range(tiles)]
@@ -93,16 +100,29 @@ def walk_back(
             put(scores_s, scores * decays)
             put(read_s, load(dout_s.at[slot]) * line.of(SINCE))
             for i, tile_s in enumerate(dstates):
-                put(tile_s, dstate[i])
+                put(tile_s, load(work[1].at[i]) if delta else dstate[i])
             plgpu.commit_smem()
             for at, tile_s in zip(rows, dstates, strict=True):
                 plgpu.copy_smem_to_gmem(tile_s, dstates_ref.at[at_b, at_h, chunk, at, mine])
             dv = line.of(UNTIL) * products(*zip(keys, dstates, strict=True))
             dv = dv + products((scores_s.T, dout_s.at[slot]))
+            if delta:
+                line.solve(keys, decays, work[0])
+                *solved, high_s, low_s, write_s, _ = line.tiles(work[0])
+                split((high_s, low_s), dv)
+                plgpu.commit_smem()
+                dv = line.of(BETA) * times([x.T for x in solved], (high_s, low_s))
+                put(write_s, -line.of(SINCE) * dv)
             put(dv_s, dv)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(dv_s, dv_ref.at[at_b, pl.ds(chunk * SIDE, SIDE), at_h, mine])
-            dstate = tuple(wide(keeps * x + products((q.T, read_s))) for x, q in zip(dstate, queries, strict=True))
+            if delta:
+                for i, (q, k) in enumerate(zip(queries, keys, strict=True)):
+                    more = products((q.T, read_s), (k.T, write_s))
+                    put(work[1].at[i], keeps * load(work[1].at[i]) + more)
+                plgpu.commit_smem()
+            else:
+                dstate = tuple(wide(keeps * x + products((q.T, read_s))) for x, q in zip(dstate, queries, strict=True))
             pl.when(n + SLOTS < chunks)(lambda: bring(n + SLOTS))
             return dstate
 
@@ -111,10 +131,14 @@ def walk_back(
         dstate = tuple(
             plgpu.load(dlast_ref.at[at_b, at_h, at, mine], layout=WIDE, optimized=False) for at in rows
         )  # fmt: skip
-        dstate = lax.fori_loop(0, chunks, step, dstate)
+        if delta:
+            for i, tile in enumerate(dstate):
+                put(work[1].at[i], tile)
+            plgpu.commit_smem()
+        dstate = lax.fori_loop(0, chunks, step, () if delta else dstate)
         plgpu.wait_smem_to_gmem(0)
         for i, at in enumerate(rows):
-            dfirst_ref[at_b, at_h, at, mine] = dstate[i]
+            dfirst_ref[at_b, at_h, at, mine] = load(work[1].at[i]) if delta else dstate[i]
 
     return plgpu.kernel(
         chunked_recurrence_back,
@@ -133,6 +157,8 @@ def walk_back(
             buffer(tiles),
             buffer(2),
             buffer(),
+            *[buffer(WORK)] * delta,
+            *wide_tiles(tiles, delta),
             plgpu.Barrier(num_arrivals=2 * tiles + 2, num_barriers=SLOTS),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -144,11 +170,12 @@ def gradients(
     target: Target,
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    new: jax.Array,
     dout: jax.Array,
     states: jax.Array,
     dstates: jax.Array,
     lines: jax.Array,
+    *dv: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """Return cotangents of q, of k and of each chunk's vectors.
 
@@ -159,25 +186,28 @@ def gradients(
       target: the device to compile for.
       q: bfloat16 (B, S, H, K), whole chunks.
       k: the same.
-      v: bfloat16 (B, S, H, V).
+      new: bfloat16 (B, S, H, V), what each token adds beside its key: v without the delta rule.
       dout: the same, the outputs' cotangent.
       states: bfloat16 (B, H, chunks, K, V), each chunk's first state.
       dstates: the same, the cotangent of each chunk's last state.
       lines: of `vectors`.
+      *dv: with the delta rule, v's cotangent, bfloat16 (B, S, H, V).
     """
-    (b, _, h, key), value, (chunks, count) = q.shape, v.shape[3], lines.shape[2:4]
-    tiles, columns = key // SIDE, value // SIDE
+    (b, _, h, key), value, (chunks, count) = q.shape, new.shape[3], lines.shape[2:4]
+    tiles, columns, delta = key // SIDE, value // SIDE, bool(dv)
 
     def chunked_recurrence_gradients(
-        q_ref: Any, k_ref: Any, v_ref: Any, dout_ref: Any, states_ref: Any, dstates_ref: Any, lines_ref: Any,
-        dq_ref: Any, dk_ref: Any, dlines_ref: Any, q_s: Any, k_s: Any, v_s: Any, dout_s: Any, state_s: Any,
-        dstate_s: Any, lines_s: Any, scores_s: Any, dlines_s: Any, full: Any,
+        q_ref: Any, k_ref: Any, new_ref: Any, dout_ref: Any, states_ref: Any, dstates_ref: Any, lines_ref: Any,
+        *refs: Any,
     ) -> None:  # fmt: skip
+        dv_ref, (dq_ref, dk_ref, dlines_ref), refs = refs[:delta], refs[delta : delta + 3], refs[delta + 3 :]
+        q_s, k_s, new_s, dout_s, state_s, dstate_s, lines_s, pair_s, dlines_s, *dv_s, full = refs
         head, chunk = lax.axis_index("head"), lax.axis_index("chunk")
         at_b, at_h, tokens = lax.div(head, h), lax.rem(head, h), pl.ds(chunk * SIDE, SIDE)
         cut = [pl.ds(i * SIDE, SIDE) for i in range(max(tiles, columns))]
 
-        for ref, into in ((q_ref, q_s), (k_ref, k_s), (v_ref, v_s), (dout_ref, dout_s)):
+        rows = ((q_ref, q_s), (k_ref, k_s), (new_ref, new_s), (dout_ref, dout_s), *zip(dv_ref, dv_s, strict=True))
+        for ref, into in rows:
             for i in range(into.shape[0]):
                 plgpu.copy_gmem_to_smem(ref.at[at_b, tokens, at_h, cut[i]], into.at[i], full)
         for ref, into in ((states_ref, state_s), (dstates_ref, dstate_s)):
@@ -188,23 +218,33 @@ def gradients(
 
         line = Lines(lines_s)
         keeps = line.keeps()
-        dscores = products(*((dout_s.at[j], v_s.at[j].T) for j in range(columns)))
-        put(scores_s.at[0], dscores * line.decays())
+        for i, cotangent_s in enumerate((dout_s, *dv_s)):
+            scores = products(*((cotangent_s.at[j], new_s.at[j].T) for j in range(columns))) * line.decays()
+            if i:  # of the delta rule's system, below the diagonal
+                row, column = line.places()
+                scores = jnp.where(column < row, -scores, 0.0)
+            put(pair_s.at[i], scores)
         plgpu.commit_smem()
 
         def keyed(i: Any, sums: tuple[Any, Any]) -> tuple[Any, Any]:
             total, last = sums
             q_i, k_i, states = q_s.at[i], k_s.at[i], [state_s.at[i, j].T for j in range(columns)]
-            (scores,) = line.tiles(scores_s)
+            scores, *system = line.tiles(pair_s)
             dq = line.of(SINCE) * products(*zip(line.tiles(dout_s), states, strict=True)) + products((scores, k_i))
             total = total + (load(q_i) * dq).sum(1)
-            away = line.of(UNTIL) * products(*((x, dstate_s.at[i, j].T) for j, x in enumerate(line.tiles(v_s))))
+            away = line.of(UNTIL) * products(*((x, dstate_s.at[i, j].T) for j, x in enumerate(line.tiles(new_s))))
             last = last + (load(k_i) * away).sum(1)
-            for j in range(columns):
-                last = last + (load(state_s.at[i, j]) * load(dstate_s.at[i, j])).sum(1) * keeps
-            away = away + products((scores.T, q_i))
+            # a loop, since the compiler would load every column's tiles at once, and registers would spill
+            kept = lambda j, x: x + (load(state_s.at[i, j]) * load(dstate_s.at[i, j])).sum(1) * keeps  # noqa: E731
+            last = lax.fori_loop(0, columns, kept, last)
+            away = away + products((scores.T, q_i), *((x.T, k_i) for x in system))
             put(q_i, dq)
             total = total - (load(k_i) * away).sum(1)
+            if delta:
+                near = products((system[0], k_i))
+                near = near - line.of(SINCE) * products(*zip(line.tiles(dv_s[0]), states, strict=True))
+                total = total + (load(k_i) * near).sum(1)
+                away = away + near
             plgpu.commit_smem()  # every thread has read
             put(k_i, away)
             return total, last
@@ -232,10 +272,11 @@ def gradients(
             *[buffer(columns)] * 2,
             *[buffer(tiles, columns)] * 2,
             plgpu.SMEM((count, SIDE), jnp.float32),
-            buffer(1),
+            buffer(1 + delta),
             plgpu.SMEM((2, SIDE), jnp.float32),
-            plgpu.Barrier(num_arrivals=2 * (tiles + columns + tiles * columns) + 1),
+            *[buffer(columns)] * delta,
+            plgpu.Barrier(num_arrivals=2 * (tiles + columns + tiles * columns) + 1 + delta * columns),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **target.gpu(),
-    )(q, k, v, dout, states, dstates, lines)
+    )(q, k, new, dout, states, dstates, lines, *dv)

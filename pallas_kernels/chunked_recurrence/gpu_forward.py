@@ -52,7 +52,8 @@ def walk(
 ) -> tuple[jax.Array, ...]:
     """Return the outputs (B, S, H, V) and the last state (B, H, K, V) in float32.
 
-    With `save`, return instead each chunk's first state alone, (B, H, chunks, K, V) in bfloat16.
+    With `save`, return instead what gradients need, in bfloat16: with the delta rule what each token adds beside its
+    key, (B, S, H, V), and each chunk's first state (B, H, chunks, K, V).
 
     Args:
       target: the device to compile for.
@@ -66,11 +67,11 @@ def walk(
       save: see above.
     """
     (b, s, h, key), value, chunks, count = q.shape, v.shape[3], q.shape[1] // SIDE, lines.shape[3]
-    tiles = key // SIDE
+    tiles, writes = key // SIDE, delta or not save
 
     def chunked_recurrence(q_ref: Any, k_ref: Any, v_ref: Any, lines_ref: Any, *refs: Any) -> None:
         first, refs = refs[: len(initial)], refs[len(initial) :]
-        (*out_ref, last_ref), refs = refs[: 2 - save], refs[2 - save :]
+        (*out_ref, last_ref), refs = refs[: 1 + writes], refs[1 + writes :]
         q_s, k_s, v_s, lines_s, state_s, pair_s, out_s, *work, full = refs
         head, mine = lax.axis_index("head"), pl.ds(lax.axis_index("columns") * SIDE, SIDE)
         at_b, at_h = lax.div(head, h), lax.rem(head, h)
@@ -117,7 +118,9 @@ def walk(
                 out = line.of(SINCE) * products(*zip(queries, states, strict=True)) + products((scores_s, values))
                 put(out_s, out)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out_s, out_ref[0].at[at_b, pl.ds(n * SIDE, SIDE), at_h, mine])
+            if writes:
+                made_s = values if save else out_s
+                plgpu.copy_smem_to_gmem(made_s, out_ref[0].at[at_b, pl.ds(n * SIDE, SIDE), at_h, mine])
             if delta:
                 for i, k in enumerate(keys):
                     put(work[1].at[i], keeps * load(work[1].at[i]) + products((k.T, write_s)))
@@ -147,7 +150,7 @@ def walk(
     return plgpu.kernel(
         chunked_recurrence,
         out_type=(
-            *[jax.ShapeDtypeStruct((b, s, h, value), dtype)] * (not save),
+            *[jax.ShapeDtypeStruct((b, s, h, value), dtype)] * writes,
             states if save else jax.ShapeDtypeStruct((b, h, key, value), jnp.float32),
         ),
         grid=(b * h, value // SIDE),

@@ -23,6 +23,8 @@ WIDE: Any = plgpu.Layout.WGMMA
 """How registers hold sums of products."""
 TOTAL, COLUMNS, BEGIN, SINCE, UNTIL, BETA = range(6)
 """Lines of `vectors`."""
+LEAST_RATE = 1e-15
+"""The delta rule's rate where it is 0, which rounds away in every sum: what a token adds is divided by its rate."""
 
 
 def vectors(inputs: Inputs, facts: Facts, chunks: int) -> jax.Array:
@@ -53,7 +55,8 @@ def vectors(inputs: Inputs, facts: Facts, chunks: int) -> jax.Array:
     until = jnp.exp(jnp.where(runs != runs[..., -1:], FAR, total[..., -1:] - total))
     lines = [total * LOG2E, total * LOG2E, jnp.broadcast_to(begin, total.shape), since, until]
     if inputs.beta is not None:
-        lines.append(cut(inputs.beta.astype(jnp.float32)))
+        rate = cut(inputs.beta.astype(jnp.float32))
+        lines.append(jnp.where(jnp.abs(rate) < LEAST_RATE, LEAST_RATE, rate))
     return jnp.stack(lines, 3)
 
 

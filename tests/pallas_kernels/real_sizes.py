@@ -415,14 +415,14 @@ def _recurrence(small: bool) -> Iterator[Work]:
     seq, heads = (64, 1) if small else (2048, 8)
     for name in _MIXERS:
         mixer = {"delta": False} | MIXERS[name]
-        parts = ("out", "state") if mixer["delta"] else ("out", "state", "dq", "dk", "dv", "dinitial")
+        parts = ("out", "state", "dq", "dk", "dv", *("dbeta",) * mixer["delta"], "dinitial")
         make = functools.partial(_recurrence_program, mixer["decay"], mixer["delta"], (2, seq, heads, *mixer["widths"]))
         yield Work("chunked_recurrence", f"{name} 2x{seq}x{heads}", "bfloat16", parts, make, large=True)
 
 
 def _recurrence_program(decay: str, delta: bool, size: tuple[int, ...], seed: int | None) -> Program:
     arrays = recurrence_cases.make(decay, delta, "bfloat16", seed or 0, size=size)
-    both = recurrence_cases.outputs if delta else recurrence_cases.everything  # Hopper has no gradients of it
+    both = recurrence_cases.everything
 
     def ours(implementation: str) -> Any:
         f = lambda x: chunked_recurrence(*x, implementation=implementation)  # noqa: E731

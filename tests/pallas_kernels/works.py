@@ -305,7 +305,6 @@ def _recurrence_works() -> Iterator[Work]:
     for feature, (decay, delta) in (FEATURES | WIDE).items():
         for dtype in ("bfloat16",) if feature in WIDE else ("float32", "bfloat16", "float16"):
             parts = ("out", "state", "dq", "dk", "dv", *("dbeta",) * delta, "dinitial")
-            parts = parts[:2] if delta and feature in WIDE else parts
             run = functools.partial(program, wide=feature in WIDE)
             make = functools.partial(lambda run, *a: without_log_decay(run(*a), a[0]), run, decay, delta, dtype)
             yield Work("chunked_recurrence", feature, dtype, parts, make)

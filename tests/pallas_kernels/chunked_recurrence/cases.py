@@ -103,26 +103,16 @@ def everything(f: Any, inputs: Inputs, cotangents: tuple[Any, Any]) -> tuple[Any
 
 
 def program(decay: str, delta: bool, dtype: str, seed: int | None, wide: bool = False) -> Program:
-    """Return the run of a row of the parity table.
-
-    `wide`, it has heads of 64 and chunks of that many tokens; of the delta rule's, Hopper has no gradients.
-    """
+    """Return the run of a row of the parity table; `wide`, of heads of 64 and chunks of that many tokens."""
     size = {"size": (2, 72, 1, 64, 64)} if wide else {}
     arrays = make(decay, delta, dtype, draws(0, seed), **size)
-    both = outputs if wide and delta else everything
 
     def ours(implementation: str) -> Any:
         f = lambda x: chunked_recurrence(*x, chunk=64 if wide else CHUNK, implementation=implementation)  # noqa: E731
-        return lambda *a: both(f, *a)
+        return lambda *a: everything(f, *a)
 
-    parts = lambda x: tuple(x[:2]) if both is outputs else tuple(x)  # noqa: E731
-    plain = lambda: tuple(jax.jit(lambda *a: both(tokens, *a))(*arrays))  # noqa: E731
-    return Program(ours, arrays, parts, plain, lambda: parts(truth(*arrays)))
-
-
-def outputs(f: Any, inputs: Inputs, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
-    """Return what `everything` does without the gradients."""
-    return tuple(f(inputs))
+    plain = lambda: tuple(jax.jit(lambda *a: everything(tokens, *a))(*arrays))  # noqa: E731
+    return Program(ours, arrays, tuple, plain, lambda: truth(*arrays))
 
 
 def without_log_decay(made: Program, decay: str) -> Program:

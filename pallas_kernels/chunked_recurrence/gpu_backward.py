@@ -235,8 +235,8 @@ def gradients(
             away = line.of(UNTIL) * products(*((x, dstate_s.at[i, j].T) for j, x in enumerate(line.tiles(new_s))))
             last = last + (load(k_i) * away).sum(1)
             # a loop, since the compiler would load every column's tiles at once, and registers would spill
-            kept = lambda j, x: x + (load(state_s.at[i, j]) * load(dstate_s.at[i, j])).sum(1) * keeps  # noqa: E731
-            last = lax.fori_loop(0, columns, kept, last)
+            carried = lambda j, x: x + (load(state_s.at[i, j]) * load(dstate_s.at[i, j])).sum(1) * keeps  # noqa: E731
+            last = lax.fori_loop(0, columns, carried, last)
             away = away + products((scores.T, q_i), *((x.T, k_i) for x in system))
             put(q_i, dq)
             total = total - (load(k_i) * away).sum(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -88,6 +89,20 @@ def check_whole(setting: str, value: Any, least: int = 1, most: int | None = Non
     if not (optional and value is None) and not (whole and least <= value <= (value if most is None else most)):
         numbers = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise ConfigError(f"{setting} = {value!r}: must be a whole number {numbers}{', or None' if optional else ''}")
+
+
+def check_positive(setting: str, value: Any) -> None:
+    """Check that a setting is a finite number above 0.
+
+    Args:
+      setting: its name, such as "LoRA.alpha".
+      value: its value.
+
+    Raises:
+      ConfigError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{setting} = {value!r}: must be a finite number above 0")
 
 
 def count(number: int, one: str, many: str | None = None) -> str:

@@ -45,7 +45,6 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--noise",
         type=float,
-        default=0.1,
         metavar="X",
         help="noise that makes copies of a feature different, relative to its weights; it cancels in the output "
         "(default: 0.1)",

@@ -33,7 +33,7 @@ def grow(
     width: int | None = None,
     hidden: int | None = None,
     heads: int | None = None,
-    noise: float = 0.1,
+    noise: float | None = None,
     experts: int | None = None,
     top_k: int | None = None,
     redraw: float = 0.0,
@@ -57,7 +57,7 @@ def grow(
         2024, arXiv:2409.12903).
       hidden: hidden width of the feed-forward layers; by default it grows as `width`.
       heads: number of query heads; by default it grows as `width`.
-      noise: see `jaxscale.convert.wider.Wider`.
+      noise: see `jaxscale.convert.wider.Wider`; 0.1 by default.
       experts: number of experts that each feed-forward layer becomes, copies of it; needs `weights_only`.
       top_k: experts per token; 2 by default.
       redraw: see `jaxscale.convert.upcycled.Upcycled`.
@@ -84,7 +84,10 @@ def grow(
         growths.append(deepened(config.model, layers, method))
     if (width, hidden, heads) != (None, None, None):
         before = growths[0].model if growths else config.model
-        growths.append(widened(before, width=width, hidden=hidden, heads=heads, noise=noise, seed=config.seed))
+        kicks = 0.1 if noise is None else noise
+        growths.append(widened(before, width=width, hidden=hidden, heads=heads, noise=kicks, seed=config.seed))
+    elif noise is not None:
+        raise ConfigError(f"noise = {noise} has no effect without a width, hidden or heads; set one, or leave it out")
     if experts is not None:
         before = growths[-1].model if growths else config.model
         growths.append(

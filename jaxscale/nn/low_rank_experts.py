@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError, check_whole
+from jaxscale.errors import ConfigError, check_positive, check_whole
 from jaxscale.layout import constrain, in_use, named
 from jaxscale.nn.linear import project, truncated_std
 from jaxscale.nn.mlp import FeedForward, SwiGLU
@@ -52,6 +52,7 @@ class LowRankExperts:
 
     def __post_init__(self) -> None:
         check_whole("LowRankExperts.rank", self.rank)
+        check_positive("LowRankExperts.alpha", self.alpha)
         if not (isinstance(self.dense, type) and issubclass(self.dense, FeedForward)):
             raise ConfigError(f"LowRankExperts.dense = {self.dense!r}: must be a feed-forward layer, such as @SwiGLU")
         _ = self.mixture

@@ -90,9 +90,9 @@ class MixtureOfExperts:
         routing = ("top_k", "capacity", "real")
         check_method("MixtureOfExperts.router", self.router, "__call__", ("scores", "bias"), routing)
         check_method("MixtureOfExperts.router", self.router, "probabilities", ("scores",), ())
-        if self.capacity is not None and not self.capacity > 0:
+        if self.capacity is not None and not 0 < self.capacity < math.inf:
             raise ConfigError(
-                f"MixtureOfExperts.capacity = {self.capacity}: must be above 0 (1.0 for as many slots as choices), or "
+                f"MixtureOfExperts.capacity = {self.capacity}: must be a finite number above 0 (1.0 for as many slots as choices), or "
                 "None to drop no tokens"
             )
         if self.capacity is None and self.router.needs_capacity:
@@ -121,8 +121,8 @@ class MixtureOfExperts:
                 "balance_loss (0.0001 in DeepSeek-V3), or leave it False"
             )
         for name in ("balance_loss", "z_loss"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"MixtureOfExperts.{name} = {getattr(self, name)}: must be at least 0")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"MixtureOfExperts.{name} = {getattr(self, name)}: must be finite and at least 0")
 
     def _check_dispatcher(self, dispatcher: Dispatcher) -> None:
         name = type(dispatcher).__name__
@@ -316,7 +316,7 @@ class Experts(nnx.Module):
         assert c.before_attention == (before is not None)
         capacity = c.slots(x.shape[1])
         if capacity is not None:
-            check_groups(x.shape[1], capacity, dropless=not c.router.needs_capacity)
+            check_groups(x.shape[1], capacity, dropless=not c.router.needs_capacity and c.dispatcher is None)
         with jax.named_scope("router"):
             scores = self.scores(x if before is None else before)
             bias = None if self.load_bias is None else self.load_bias.get_value()

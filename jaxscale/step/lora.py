@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError, near
+from jaxscale.errors import ConfigError, check_positive, near
 from jaxscale.layout import STACKED, Layout, TensorInfo, path_name
 from jaxscale.nn import Linear, WeightFormat, as_weight
 from jaxscale.nn.adapted import Adapted
@@ -60,6 +60,7 @@ class LoRA(Adapters):
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
             raise ConfigError(f"LoRA.rank = {self.rank!r}: must be a whole number of at least 1")
+        check_positive("LoRA.alpha", self.alpha)
         if isinstance(self.targets, str) or not self.targets:
             raise ConfigError(f"LoRA.targets = {self.targets!r}: must be a tuple of names, such as ('q', 'v')")
         object.__setattr__(self, "targets", tuple(self.targets))

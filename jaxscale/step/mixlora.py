@@ -51,7 +51,13 @@ class MixLoRA(Adapters):
     base: WeightFormat | None = None
 
     def __post_init__(self) -> None:
-        self._experts(FeedForward)
+        try:
+            self._experts(FeedForward)
+        except ConfigError as e:  # which names the settings of the layers that it makes
+            said = str(e)
+            for made in ("LowRankExperts.", "MixtureOfExperts."):
+                said = said.replace(made, "MixLoRA.")
+            raise ConfigError(said) from None
 
     def _experts(self, dense: type[FeedForward]) -> LowRankExperts:
         return LowRankExperts(self.experts, self.top_k, self.rank, self.alpha, dense, self.balance_loss)

@@ -93,7 +93,15 @@ def _dtypes(op: str, left: jax.Array, right: jax.Array, out: DTypeLike | None) -
     if names[0] != names[1] and not all(name.startswith("float8") for name in names):
         raise KernelError(f"{op}: operands are of one dtype, not {names[0]} and {names[1]}; cast one of them")
     default = {"int8": "int32"}.get(names[0], "float32" if names[0].startswith("float8") else names[0])
-    return *names, default if out is None else jnp.dtype(out).name
+    if out is None:
+        return *names, default
+    try:
+        name = jnp.dtype(out).name
+    except TypeError:
+        raise KernelError(f"{op}: out_dtype {out!r} is no dtype; use {default}") from None
+    if jnp.issubdtype(name, jnp.floating) != jnp.issubdtype(default, jnp.floating):
+        raise KernelError(f"{op}: the output of {names[0]} operands is not {name}; use {default}")
+    return *names, name
 
 
 def _sizes(op: str, sizes: Any, groups: int | None) -> jax.Array:

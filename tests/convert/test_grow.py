@@ -236,6 +236,7 @@ def test_what_cannot_grow_is_refused_in_a_sentence(small, tmp_path):
         ("experts = 4", "--weights-only"): dict(experts=4),
         ("redraw = 0.5", "set experts"): dict(layers=4, redraw=0.5),
         ("top_k = 2", "set experts"): dict(layers=4, top_k=2),
+        ("noise = 0.5", "no effect without a width"): dict(layers=4, noise=0.5),
         ("redraw = 1", "below 1"): dict(experts=4, redraw=1, weights_only=True),
         ("top_k = 5", "the most is 4"): dict(experts=4, top_k=5, weights_only=True),
     }.items():

@@ -218,6 +218,8 @@ def test_slots_go_to_first_choices_first_and_then_by_position():
     [
         (dict(experts=4, top_k=5), ["top_k = 5", "4 experts", "the most is 4"]),
         (dict(experts=0), ["experts = 0", "at least 1"]),
+        (dict(capacity=float("inf")), ["capacity = inf", "finite"]),
+        (dict(balance_loss=float("inf")), ["balance_loss = inf", "finite"]),
         (dict(capacity=0), ["capacity = 0", "above 0", "None"]),
         (dict(shared=-1), ["shared = -1", "at least 0"]),
         (dict(shared_gate=True), ["shared_gate = True", "set shared"]),

@@ -110,6 +110,8 @@ def test_mistakes_are_told(base):
         TrainConfig(adapters=LoRA())
     with pytest.raises(ConfigError, match="LoRA.rank = 0"):
         LoRA(rank=0)
+    with pytest.raises(ConfigError, match="LoRA.alpha = nan: must be a finite number above 0"):
+        LoRA(alpha=float("nan"))
 
 
 @pytest.mark.parametrize("stabilized", [False, True])

@@ -61,8 +61,10 @@ def test_what_has_no_feed_forward_layers_is_refused():
         config.model(dataclasses.replace(MODEL, mlp=EXPERTS), dataclasses.replace(MODEL, mlp=EXPERTS))
     with raises_saying(ConfigError, "MixLoRA", "use LoRA()"):
         config.model(dataclasses.replace(MODEL, mlp=MixtureOfExperts()), MODEL)
-    with raises_saying(ConfigError, "top_k = 5", "the most is 4"):
+    with raises_saying(ConfigError, "MixLoRA.top_k = 5", "the most is 4"):
         MixLoRA(experts=4, top_k=5)
+    with raises_saying(ConfigError, "MixLoRA.alpha = 0", "a finite number above 0"):
+        MixLoRA(alpha=0)
     with raises_saying(ConfigError, "overlap", "('attention',)"):
         dataclasses.replace(MODEL, mlp=EXPERTS, overlap=("mlp",))
 

@@ -105,6 +105,14 @@ def test_operands_that_do_not_fit_are_refused(shapes, dtypes, words):
         jax.eval_shape(lambda r, w: grouped_matmul(r, w, np.zeros(shapes[2], np.int32)), rows, matrices)
 
 
+@pytest.mark.parametrize(
+    ("out", "words"), [("foo", "'foo' is no dtype; use float32"), ("int8", "float32 operands is not")]
+)
+def test_an_output_of_another_kind_is_refused(out, words):
+    with pytest.raises(KernelError, match=words):
+        grouped_matmul(jnp.zeros((4, 8)), jnp.zeros((2, 8, 6)), np.array([1, 2]), out_dtype=out)
+
+
 def test_what_has_no_kernel_raises_with_the_reason():
     rows, matrices = jnp.zeros((4, 8), "float16"), jnp.zeros((2, 8, 6), "float16")
     with interpreted(), pytest.raises(KernelError, match="float32 and bfloat16, and float16 is left to XLA"):

@@ -84,8 +84,8 @@ def grow(
         growths.append(deepened(config.model, layers, method))
     if (width, hidden, heads) != (None, None, None):
         before = growths[0].model if growths else config.model
-        kicks = 0.1 if noise is None else noise
-        growths.append(widened(before, width=width, hidden=hidden, heads=heads, noise=kicks, seed=config.seed))
+        added_noise = 0.1 if noise is None else noise
+        growths.append(widened(before, width=width, hidden=hidden, heads=heads, noise=added_noise, seed=config.seed))
     elif noise is not None:
         raise ConfigError(f"noise = {noise} has no effect without a width, hidden or heads; set one, or leave it out")
     if experts is not None:

@@ -92,8 +92,8 @@ class MixtureOfExperts:
         check_method("MixtureOfExperts.router", self.router, "probabilities", ("scores",), ())
         if self.capacity is not None and not 0 < self.capacity < math.inf:
             raise ConfigError(
-                f"MixtureOfExperts.capacity = {self.capacity}: must be a finite number above 0 (1.0 for as many slots as choices), or "
-                "None to drop no tokens"
+                f"MixtureOfExperts.capacity = {self.capacity}: must be a finite number above 0 (1.0 for as many "
+                "slots as choices), or None to drop no tokens"
             )
         if self.capacity is None and self.router.needs_capacity:
             raise ConfigError(

@@ -54,10 +54,10 @@ class MixLoRA(Adapters):
         try:
             self._experts(FeedForward)
         except ConfigError as e:  # which names the settings of the layers that it makes
-            said = str(e)
+            message = str(e)
             for made in ("LowRankExperts.", "MixtureOfExperts."):
-                said = said.replace(made, "MixLoRA.")
-            raise ConfigError(said) from None
+                message = message.replace(made, "MixLoRA.")
+            raise ConfigError(message) from None
 
     def _experts(self, dense: type[FeedForward]) -> LowRankExperts:
         return LowRankExperts(self.experts, self.top_k, self.rank, self.alpha, dense, self.balance_loss)

@@ -63,9 +63,9 @@ def chunked_recurrence(
       KernelError: shapes or dtypes do not fit, or a named implementation is not supported here.
     """
     if log_decay is not None:
-        log_decay = jnp.maximum(log_decay.astype(jnp.float32), LEAST)
+        log_decay = jnp.maximum(jnp.asarray(log_decay, jnp.float32), LEAST)
     if initial is not None:
-        initial = initial.astype(jnp.float32)
+        initial = jnp.asarray(initial, jnp.float32)
     inputs = Inputs(q, k, v, log_decay, beta, starts, initial)
     facts = checked(inputs, chunk, product_dtype)
     if implementation == "xla" or (implementation is None and not _has_kernel(facts)):

@@ -111,8 +111,8 @@ def checked(inputs: Inputs, chunk: int | None, product_dtype: str | None = None)
         raise KernelError(f"starts is bool ({b}, {s}), not {starts.dtype}{tuple(starts.shape)}")
     if initial is not None and initial.shape != (b, h, key, v.shape[3]):
         raise KernelError(f"initial is ({b}, {h}, {key}, {v.shape[3]}), not {tuple(initial.shape)}")
-    if chunk is not None and chunk < 1:
-        raise KernelError(f"a chunk has at least 1 token, not {chunk}")
+    if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
+        raise KernelError(f"a chunk has at least 1 token, a whole number, not {chunk!r}")
     if product_dtype not in (None, *PRODUCTS):
         raise KernelError(f"product_dtype is None or one of {', '.join(PRODUCTS)}, not {product_dtype!r}")
     decay = "none" if log_decay is None else "channels" if log_decay.shape == q.shape and key > 1 else "heads"

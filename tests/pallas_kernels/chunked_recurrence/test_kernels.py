@@ -99,6 +99,13 @@ def test_shapes_that_do_not_fit_are_refused(name, shape, words):
         jax.eval_shape(lambda x: chunked_recurrence(*x), inputs)
 
 
+@pytest.mark.parametrize("chunk", [0, 16.0, True])
+def test_a_chunk_that_is_no_whole_number_is_refused(chunk):
+    inputs = examples.shapes(64, 2, widths=(16, 8), decay="heads", delta=True, state=True)
+    with pytest.raises(KernelError, match=f"at least 1 token, a whole number, not {chunk}"):
+        jax.eval_shape(lambda x: chunked_recurrence(*x, chunk=chunk), inputs)
+
+
 def test_lowered_for_a_tpu_it_is_a_kernel_both_ways_and_on_a_cpu_xlas_form():
     inputs = examples.shapes(256, 2, widths=(64, 64), decay="heads", delta=True)
 

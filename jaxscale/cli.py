@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import io
 import logging
 import re
@@ -184,7 +185,8 @@ def _hint(word: str, known: list[str]) -> str:
     """What an unknown option, or `name=value`, may stand for: an option, a binding, or an axis of the mesh."""
     name, _, value = word.partition("=")
     bare, value = name.lstrip("-"), value or "..."
-    close = same(bare, [option.removeprefix("--") for option in known])
+    options = [option.removeprefix("--") for option in known]
+    close = same(bare, options) or difflib.get_close_matches(bare, options, 1, cutoff=0.9)  # before a mesh axis
     if close:
         return f"; did you mean '--{close[0]}'?"
     if "--gin" not in known:

@@ -352,6 +352,10 @@ def test_the_version_is_shown(capfd):
         (["trian"], ["no command 'trian'", "did you mean 'train'", "--help"]),
         (["train"], ["name a gin file", "--resume"]),
         (["train", "GIN", "more"], ["unrecognized arguments: more"]),
+        (
+            ["grow", "x", "--expert", "4", "--out", "y"],
+            ["unrecognized arguments: --expert", "did you mean '--experts'"],
+        ),
         (["train", "GIN", "--devises", "8"], ["unrecognized arguments: --devises", "did you mean '--devices'"]),
         (["train", "GIN", "--setps=3"], ["--setps=3"]),
         (["train", "smal.gin"], ["no config file 'smal.gin'", "did you mean 'small.gin'"]),

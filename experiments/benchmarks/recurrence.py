@@ -135,7 +135,8 @@ def main() -> None:
     small = device.platform == "cpu"
     dtype = jnp.dtype(jnp.float32 if small else jnp.bfloat16)
     lengths, heads = ((2048,), 2) if small else ((16384, 65536), 16)
-    cases = [Case(*x, heads) for x in itertools.product(FLA, ("forward", "backward"), lengths)]
+    every = itertools.product(lengths, FLA, ("forward", "backward"))
+    cases = [Case(mixer, direction, seq, heads) for seq, mixer, direction in every]
     results = record.Results("recurrence", device.device_kind, args, dtype=dtype.name)
     run = functools.partial(measure_row, dtype, args.rounds, 1 if small else 4)
     results.each(((case.name, case) for case in cases), run)

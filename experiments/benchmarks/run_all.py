@@ -287,7 +287,7 @@ def publish(folder: Path) -> None:
             continue
         sentence = about(results_of_device, path)
         texts["README.md"] += [f"{sentence} [All rows](experiments/benchmarks/README.md).", ""]
-        rows = [record.cells(line) for line in lines_of(results_of_device)]
+        rows = [record.cells(line) for line in lines_of(results_of_device) if line["verdict"] != record.LATE]
         tables = [measure.table(SUMMARY, summary(results_of_device)), "", measure.table(record.HEADER, rows)]
         texts["experiments/benchmarks/README.md"] += [sentence, "", *tables, ""]
     texts["pallas_kernels/README.md"] = [
@@ -302,14 +302,16 @@ def publish(folder: Path) -> None:
 
 
 def about(results: dict[str, dict[str, Any]], path: Path) -> str:
-    """Return a sentence with date, device and commit of results, and one with the benchmarks that have no figure."""
+    """Return a sentence with date, device and commit of results, and what has no figure."""
     one = next(one for one in results.values() if "device" in one)
     missing = [
         j.name
         for j in JOBS
         if not any(line["ours"] is not None for line in lines_of({"": results.get(j.name, {"rows": {}})}))
     ]
-    rest = f" Without a figure: {', '.join(missing)}." if missing else ""
+    late = sum(line["verdict"] == record.LATE for line in lines_of(results))
+    rest = f" No time was left for {late} rows." if late else ""
+    rest += f" Without a figure: {', '.join(missing)}." if missing else ""
     versions = ", ".join(f"{name} {one['versions'][name]}" for name in ("jax", "torch") if name in one["versions"])
     return (
         f"Measured on {one['date']} on one {one['device']}, {versions} (`{path.name}`, commit {one['commit']}).{rest}"

@@ -3,8 +3,10 @@
     python experiments/benchmarks/stored_matmul.py                     on the present device
     python experiments/benchmarks/stored_matmul.py --only "int4"       only rows whose name contains a word
 
-A round calls a product with the dense matrix, ours and XLA's of the same codes in turns, so that other load slows all
-of them alike; the ratio is the median over rounds of the dense product's time over ours. MARLIN (Frantar et al. 2024)
+One program multiplies `MATRICES` different pairs, so that neither the launch of a program (50 us, where a product takes
+10 to 40) nor a matrix that stays in the cache decides. A round calls the dense products, ours and XLA's of the same
+codes in turns, so that other load slows all of them alike; the ratio is the median over rounds of the dense products'
+time over ours. MARLIN (Frantar et al. 2024)
 reports about 4 for 4 bits and up to 32 rows on its GPUs. On a CPU sizes are small and ours is "xla".
 """
 
@@ -28,8 +30,10 @@ from pallas_kernels.stored_matmul import Packed, stored_matmul
 from pallas_kernels.stored_matmul.examples import FORMATS, shapes
 from pallas_kernels.stored_matmul.reference import dense
 
-CALLS = 8
-"""Calls in a timing."""
+MATRICES = 8
+"""Products in a program, each with a matrix and rows of its own."""
+CALLS = 4
+"""Calls of a program in a timing."""
 NAMES = ("int4, groups of 128", "int8", "nf4", "mxfp4", "int3, groups of 64")
 
 
@@ -58,9 +62,9 @@ def cases(small: bool) -> Iterator[Case]:
             yield Case(f"{format} × {m} rows", format, m, k, n)
 
 
-def weight(case: Case) -> Packed:
+def weight(case: Case, seed: int) -> Packed:
     """Return a matrix of random codes; scales are near 1."""
-    key = jax.random.key(0)
+    key = jax.random.key(seed)
 
     def draw(like: Any) -> jax.Array:
         if jnp.issubdtype(like.dtype, jnp.integer):
@@ -73,20 +77,24 @@ def weight(case: Case) -> Packed:
 
 def measure_row(dtype: Any, rounds: int, case: Case) -> tuple[dict[str, Any], list[record.Line]]:
     """Measure a row: milliseconds, the dense product's time over ours, and the implementation that ran."""
-    stored = weight(case)
-    x = jax.random.normal(jax.random.key(1), (case.m, case.k), dtype)
-    whole = jax.jit(lambda w: dense(w).astype(dtype))(stored)
+    stored = [weight(case, seed) for seed in range(MATRICES)]
+    whole = [jax.jit(lambda w: dense(w).astype(dtype))(w) for w in stored]
+    x = [jax.random.normal(jax.random.key(MATRICES + i), (case.m, case.k), dtype) for i in range(MATRICES)]
     forget()
-    ours = jax.jit(stored_matmul)
+
+    def products(multiply: Callable[..., jax.Array], matrices: list[Any]) -> rivals.Call:
+        program = jax.jit(lambda x, w: [multiply(*pair) for pair in zip(x, w, strict=True)])
+        return functools.partial(program, x, matrices)
+
     makers: dict[str, Callable[[], rivals.Call]] = {
-        "ours": lambda: functools.partial(ours, x, stored),
-        "dense": lambda: functools.partial(jax.jit(jnp.dot), x, whole),
-        "xla": lambda: functools.partial(jax.jit(functools.partial(stored_matmul, implementation="xla")), x, stored),
+        "ours": lambda: products(stored_matmul, stored),
+        "dense": lambda: products(jnp.dot, whole),
+        "xla": lambda: products(functools.partial(stored_matmul, implementation="xla"), stored),
     }
     timed, refused = rivals.agreeing(makers, 0.03)
     runs = chosen("stored_matmul")[0]
     several = {name: rivals.several(call, CALLS) for name, call in timed.items()}
-    wall = {name: [w / CALLS for w in t.wall] for name, t in measure.interleaved(several, rounds).items()}
+    wall = {name: [w / (CALLS * MATRICES) for w in t.wall] for name, t in measure.interleaved(several, rounds).items()}
     speed = {name: statistics.median(w) * 1e3 for name, w in wall.items()}
     share = dataclasses.asdict(measure.ratio(wall["dense"], wall["ours"]))
     line = record.Line(

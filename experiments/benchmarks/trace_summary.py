@@ -150,21 +150,27 @@ def _short(scope: str) -> str:
 
 
 def _own_time(events: Sequence[Event]) -> Iterator[tuple[Event, float]]:
-    """Yield each event with its own time: without the events within it on the same line."""
+    """Yield each event with its own time on its line: without the events within it, and from the end of the one before.
+
+    A kernel may be launched before the kernel ahead of it in its stream ends, and wait for it ("programmatic dependent
+    launch"): it overlaps that one without being a part of it.
+    """
     lines: dict[str, list[Event]] = defaultdict(list)
     for event in events:
         lines[event.line].append(event)
     for line in lines.values():
-        open_: list[tuple[Event, list[float]]] = []  # an event, and the durations of the events within it
+        open_: list[tuple[Event, float, list[float]]] = []  # an event, its end, its time and minus those within it
         for event in sorted(line, key=lambda e: (e.start, -e.duration)):
-            while open_ and open_[-1][0].start + open_[-1][0].duration <= event.start:
-                closed, within = open_.pop()
-                yield closed, closed.duration - sum(within)
+            start, end = event.start, event.start + event.duration
+            while open_ and open_[-1][1] < end:
+                before, until, times = open_.pop()
+                start = max(start, until)
+                yield before, sum(times)
             if open_:
-                open_[-1][1].append(event.duration)
-            open_.append((event, []))
-        for closed, within in open_:
-            yield closed, closed.duration - sum(within)
+                open_[-1][2].append(start - end)
+            open_.append((event, end, [end - start]))
+        for event, _, times in open_:
+            yield event, sum(times)
 
 
 def _covered(events: Sequence[Event]) -> float:

@@ -82,6 +82,20 @@ def test_a_trace_counts_loops_by_what_they_do_themselves_and_time_without_kernel
     assert table["step_ms"] == pytest.approx(1e-4) and table["kernels"][0]["calls"] == 0.5
 
 
+def test_a_kernel_launched_before_the_one_ahead_of_it_ends_counts_from_that_end():
+    trace = importlib.import_module("trace_summary")
+    events = [
+        trace.Event("while.1", "", "a", 0.0, 100.0),
+        trace.Event("nvjet_1", "", "a", 0.0, 60.0),
+        trace.Event("flash_forward", "", "a", 20.0, 60.0),  # waits for nvjet_1
+        trace.Event("memset", "", "a", 85.0, 5.0),
+        trace.Event("nvjet_2", "", "a", 90.0, 30.0),  # begins within the loop's event and outlasts it
+    ]
+    table = trace.table(events, {}, steps=1)
+    ns = {name: round(group["ms"] * 1e6) for name, group in table["groups"].items()}
+    assert ns == {"matmuls": 60 + 20, "attention": 20, "copies": 5, "other": 100 - 60 - 20 - 5, "idle": 0}
+
+
 @pytest.mark.parametrize("most", (100, 128, 3000, 70000, 10**9))
 def test_the_search_for_the_longest_row_ends_between_one_that_fits_and_one_that_does_not(most):
     train_gpu = importlib.import_module("train_gpu")

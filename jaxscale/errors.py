@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -85,10 +86,14 @@ def check_whole(setting: str, value: Any, least: int = 1, most: int | None = Non
     Raises:
       ConfigError: it is not.
     """
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not (optional and value is None) and not (whole and least <= value <= (value if most is None else most)):
-        numbers = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise ConfigError(f"{setting} = {value!r}: must be a whole number {numbers}{', or None' if optional else ''}")
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    fits = whole and least <= value <= (value if most is None else most)
+    if not (optional and value is None) and not (fits and isinstance(value, int)):
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        hint = f"; write {int(value)}" if fits else ""  # a number of NumPy
+        raise ConfigError(
+            f"{setting} = {value!r}: must be a whole number {limits}{', or None' if optional else ''}{hint}"
+        )
 
 
 def check_positive(setting: str, value: Any) -> None:

@@ -3,13 +3,14 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from jaxscale import config_registry
 from jaxscale.cli import main
 from jaxscale.commands.settings import look_up, register_all
 from jaxscale.config_docs import FAMILIES, describe, described, parse, words
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, check_whole
 
 DOC = """Adam with decoupled weight decay
     (Loshchilov & Hutter 2019).
@@ -159,3 +160,10 @@ def test_a_setting_lists_the_registered_objects_that_it_accepts(capsys):
     assert main(["settings", "train.schedule"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "one of: " in out and "WarmupCosine" in out.partition("one of: ")[2]
+
+
+def test_a_whole_number_of_numpy_is_answered_with_the_number_to_write():
+    with pytest.raises(ConfigError, match=r"A\.b = np\.int64\(8\): must be a whole number of at least 1; write 8$"):
+        check_whole("A.b", np.int64(8))
+    with pytest.raises(ConfigError, match=r"must be a whole number of at least 1$"):
+        check_whole("A.b", np.int64(0))

@@ -2,6 +2,7 @@
 
 from jaxscale.parallel.anywhere import anywhere
 from jaxscale.parallel.arithmetic import Arithmetic, Cast, Numbers
+from jaxscale.parallel.chunks import chunk_bytes, chunks_of, from_chunks
 from jaxscale.parallel.collective_matmul import gather_matmul, matmul_scatter, why_no_overlap
 from jaxscale.parallel.copies import average_copies, each_copy, mean_copy, why_no_copies, why_no_gathers
 from jaxscale.parallel.cross_entropy import sharded_cross_entropy
@@ -29,9 +30,6 @@ from jaxscale.parallel.wires import (
     IntegerWire,
     SignWire,
     Wire,
-    chunk_bytes,
-    chunks_of,
-    from_chunks,
     host_arrays,
 )
 

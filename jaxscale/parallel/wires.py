@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout, TensorInfo
+from jaxscale.parallel.chunks import Parts, axes_of_copies, constrain, devices_of_copies, entries, shards, spec_of
 
 Tree = Any
 
@@ -123,14 +123,14 @@ class Float32Wire(Wire):
         """Return the means and the empty state."""
 
         def of(x: jax.Array, info: TensorInfo) -> jax.Array:
-            return _constrain(jnp.mean(x, axis=0), layout, _spec(info, layout))
+            return constrain(jnp.mean(x, axis=0), layout, spec_of(info, layout))
 
         return jax.tree.map(of, trees, infos), state
 
     def sent(self, infos: Tree, copies: int, layout: Layout | None) -> int:
         """Return the bytes of the all-reduce."""
-        devices = _devices(layout)
-        local = sum(i.size // _shards(_spec(i, layout), layout) for i in jax.tree.leaves(infos))
+        devices = devices_of_copies(layout)
+        local = sum(i.size // shards(spec_of(i, layout), layout) for i in jax.tree.leaves(infos))
         return round(4 * local * 2 * (devices - 1) / devices)
 
 
@@ -206,7 +206,7 @@ class CodedWire(Wire):
             return TensorInfo(f"own/{i.path}", (copies, *i.shape), jnp.dtype("float32"), ("replicas", *i.axes))
 
         def mean(i: TensorInfo) -> TensorInfo:
-            parts = _Parts(i, copies, self.block)
+            parts = Parts(i, copies, self.block)
             return TensorInfo(f"mean/{i.path}", parts.shape, jnp.dtype("float32"), parts.axes(layout))
 
         return {"own": jax.tree.map(own, infos), "mean": jax.tree.map(mean, infos)}
@@ -224,30 +224,30 @@ class CodedWire(Wire):
     def _mean(
         self, x: jax.Array, own: jax.Array | None, server: jax.Array | None, info: TensorInfo, layout: Layout | None
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        parts = _Parts(info, x.shape[0], self.block)
+        parts = Parts(info, x.shape[0], self.block)
         stacked, before, after = (
-            (_over(layout), *_entries(_spec(info, layout), len(info.shape))),
+            (axes_of_copies(layout), *entries(spec_of(info, layout), len(info.shape))),
             *(parts.spec(layout, before=first) for first in (True, False)),
         )
-        x = _constrain(x if own is None else x + own, layout, stacked)
-        codes, scales = (_constrain(a, layout, before) for a in self.encode(parts.split(x)))
-        own = None if own is None else _constrain(x - parts.join(self.decode(codes, scales), lead=1), layout, stacked)
-        received = [_constrain(a, layout, after) for a in (codes, scales)]
+        x = constrain(x if own is None else x + own, layout, stacked)
+        codes, scales = (constrain(a, layout, before) for a in self.encode(parts.split(x)))
+        own = None if own is None else constrain(x - parts.join(self.decode(codes, scales), lead=1), layout, stacked)
+        received = [constrain(a, layout, after) for a in (codes, scales)]
         total = jnp.mean(self.decode(*received), axis=0)
         total = total if server is None else total + parts.blocks(server)
         chunk, whole = (parts.spec_of_mean(layout, chunked=chunked) for chunked in (True, False))
-        codes, scales = (_constrain(a, layout, chunk) for a in self.encode(_constrain(total, layout, chunk)))
+        codes, scales = (constrain(a, layout, chunk) for a in self.encode(constrain(total, layout, chunk)))
         server = None if server is None else (total - self.decode(codes, scales)).reshape(parts.shape)
-        codes, scales = (_constrain(a, layout, whole) for a in (codes, scales))
+        codes, scales = (constrain(a, layout, whole) for a in (codes, scales))
         mean = parts.join(self.decode(codes, scales), lead=0)
-        return _constrain(mean, layout, _spec(info, layout)), own, server
+        return constrain(mean, layout, spec_of(info, layout)), own, server
 
     def sent(self, infos: Tree, copies: int, layout: Layout | None) -> int:
         """Return the bytes of the all-to-all and the all-gather of codes and scales."""
-        devices, total = _devices(layout), 0.0
+        devices, total = devices_of_copies(layout), 0.0
         for info in jax.tree.leaves(infos):
-            parts = _Parts(info, copies, self.block)
-            blocks = math.prod(parts.blocked) // _shards(parts.spec(layout, before=True)[1:], layout)
+            parts = Parts(info, copies, self.block)
+            blocks = math.prod(parts.blocked) // shards(parts.spec(layout, before=True)[1:], layout)
             size = blocks * (self._code_bytes(parts.size) + 4)  # of a copy, on one device
             share = (devices - 1) / devices
             total += share * (copies * size if parts.dim is None else copies // devices * size + size)
@@ -344,160 +344,3 @@ def host_arrays() -> contextlib.AbstractContextManager[Any]:
         return jax.default_device(jax.local_devices(backend="cpu")[0])
     except RuntimeError:
         return contextlib.nullcontext()
-
-
-def chunks_of(trees: Tree, infos: Tree, layout: Layout | None) -> Tree:
-    """Return the same chunk of all copies on each device, by an all-to-all: arrays (copies, [chunks], ...).
-
-    Args:
-      trees: arrays (copies, ...), whose first dimension is sharded as "replicas".
-      infos: a `TensorInfo` per array of one copy.
-      layout: the layout; `None` is one device.
-    """
-
-    def of(x: jax.Array, info: TensorInfo) -> jax.Array:
-        parts = _Parts(info, x.shape[0], 1)
-        x = _constrain(parts.split(x), layout, parts.spec(layout, before=True))
-        return _constrain(x, layout, parts.spec(layout, before=False))
-
-    return jax.tree.map(of, trees, infos)
-
-
-def from_chunks(trees: Tree, infos: Tree, copies: int, layout: Layout | None) -> Tree:
-    """Return whole arrays on each device, by an all-gather of what was computed from chunks.
-
-    Args:
-      trees: arrays ([chunks], ...), of the shapes of `chunks_of` without the copies.
-      infos: a `TensorInfo` per array of one copy.
-      copies: the number of copies.
-      layout: the layout; `None` is one device.
-    """
-
-    def of(x: jax.Array, info: TensorInfo) -> jax.Array:
-        parts = _Parts(info, copies, 1)
-        x = _constrain(x, layout, parts.spec_of_mean(layout, chunked=True))
-        x = parts.join(_constrain(x, layout, parts.spec_of_mean(layout, chunked=False)), lead=0)
-        return _constrain(x, layout, _spec(info, layout))
-
-    return jax.tree.map(of, trees, infos)
-
-
-def chunk_bytes(infos: Tree, copies: int, layout: Layout | None) -> int:
-    """Return the bytes that each device sends in `chunks_of` and `from_chunks` of float32 arrays.
-
-    Args:
-      infos: a `TensorInfo` per array of one copy.
-      copies: the number of copies.
-      layout: the layout; `None` is one device.
-    """
-    devices, total = _devices(layout), 0.0
-    for info in jax.tree.leaves(infos):
-        parts = _Parts(info, copies, 1)
-        size = 4 * math.prod(parts.blocked) // _shards(parts.spec(layout, before=True)[1:], layout)
-        share = (devices - 1) / devices
-        total += share * size * (copies if parts.dim is None else copies // devices + 1)
-    return round(total)
-
-
-class _Parts:
-    """An array of one copy as blocks along its last dimension, and as chunks along one dimension of blocks.
-
-    Args:
-      info: the array.
-      copies: the number of copies, which is that of chunks.
-      block: largest size of a block.
-    """
-
-    def __init__(self, info: TensorInfo, copies: int, block: int):
-        self.info, self.copies = info, copies
-        *before, last = info.shape or (1,)
-        self.size = next(b for b in range(min(block, last), 0, -1) if last % b == 0)
-        self.blocked = (*before, last // self.size)
-        self.dim = next((d for d, n in enumerate(self.blocked) if n % copies == 0), None)
-        axes = info.axes or (None,)
-        if self.dim is None:
-            self.dims, self.names = self.blocked, tuple(axes)
-        else:
-            d = self.dim
-            self.dims = (copies, *self.blocked[:d], self.blocked[d] // copies, *self.blocked[d + 1 :])
-            self.names = ("replicas", *axes)
-        self.shape = (*self.dims[:-1], self.dims[-1] * self.size)  # of state, in which blocks are joined
-
-    def axes(self, layout: Layout | None) -> tuple[str | None, ...]:
-        """Return the logical axes of state, `None` where the layout does not divide a dimension of a chunk."""
-
-        def axis(name: str | None, size: int) -> str | None:
-            whole = name is None or layout is None or size % layout.split(name, "opt_state") == 0
-            return name if whole else None
-
-        return tuple(map(axis, self.names, self.shape))
-
-    def blocks(self, x: jax.Array) -> jax.Array:
-        """Return chunks of the state's form as blocks."""
-        return x.reshape(*self.dims, self.size)
-
-    def split(self, x: jax.Array) -> jax.Array:
-        """Return arrays (copies, ...) as (copies, [chunks], ..., block)."""
-        lead, d = x.shape[0], self.dim
-        x = x.reshape(lead, *self.blocked, self.size)
-        if d is None:
-            return x
-        x = x.reshape(lead, *self.blocked[:d], self.copies, self.blocked[d] // self.copies, *x.shape[d + 2 :])
-        return jnp.moveaxis(x, d + 1, 1)
-
-    def join(self, x: jax.Array, lead: int) -> jax.Array:
-        """Return blocks, with `lead` dimensions before the chunks, as arrays of the original shape."""
-        if self.dim is not None:
-            x = jnp.moveaxis(x, lead, lead + self.dim)
-        return x.reshape(*x.shape[:lead], *self.info.shape)
-
-    def _inner(self, layout: Layout | None) -> list[Any]:
-        """Return the mesh axes of each blocked dimension within a copy, where they divide it."""
-        if layout is None or not self.info.shape:
-            return [None] * len(self.blocked)
-        sizes = self.dims if self.dim is None else self.dims[1:]
-        spec = _entries(_spec(self.info, layout), len(self.blocked))
-        return [s if n % _shards((s,), layout) == 0 else None for s, n in zip(spec, sizes, strict=True)]
-
-    def spec(self, layout: Layout | None, *, before: bool) -> tuple[Any, ...]:
-        """Return the mesh axes of (copies, [chunks], ..., block) before and after copies exchange their codes."""
-        over, inner = _over(layout), self._inner(layout)
-        if self.dim is None:
-            return (over if before else None, *inner)
-        return (over if before else None, None if before else over, *inner)
-
-    def spec_of_mean(self, layout: Layout | None, *, chunked: bool) -> tuple[Any, ...]:
-        """Return the mesh axes of ([chunks], ..., block), each device having its chunks or all of them."""
-        if self.dim is None:
-            return tuple(self._inner(layout))
-        return (_over(layout) if chunked else None, *self._inner(layout))
-
-
-def _over(layout: Layout | None) -> Any:
-    axes = () if layout is None else layout.cut("replicas", "params")
-    return axes or None
-
-
-def _devices(layout: Layout | None) -> int:
-    return 1 if layout is None else layout.split("replicas", "params")
-
-
-def _spec(info: TensorInfo, layout: Layout | None) -> PartitionSpec:
-    return PartitionSpec() if layout is None else layout.spec(info.axes, info.shape, name=info.path)
-
-
-def _entries(spec: PartitionSpec, dims: int) -> tuple[Any, ...]:
-    return (*spec, *[None] * (dims - len(spec)))
-
-
-def _shards(spec: Any, layout: Layout | None) -> int:
-    if layout is None:
-        return 1
-    names = [m for s in spec if s is not None for m in ((s,) if isinstance(s, str) else s)]
-    return math.prod(layout.sizes[m] for m in names)
-
-
-def _constrain(x: jax.Array, layout: Layout | None, spec: Any) -> jax.Array:
-    if layout is None or layout.devices == 1:
-        return x
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))

@@ -102,7 +102,8 @@ class Saved:
         rows = manifest.get("rows")
         if not isinstance(rows, dict):
             raise RunError(
-                f"the checkpoint of {self.run.place} does not record train.seq_len and train.packing; start a new run"
+                f"{self.run.place} has the weights only and nothing to resume; start a new run from them: "
+                f"jaxscale train CONFIG --from {self.run.place}"
             )
         for key, value in self._rows().items():
             if rows.get(key) != value:

@@ -101,7 +101,7 @@ def test_a_grown_run_continues_with_the_data_that_follow(small, tmp_path):
 @LONG
 def test_weights_only_start_a_new_run(small, tmp_path):
     wide = grow(small, tmp_path / "wide", width=32, weights_only=True)
-    with raises_saying(RunError, "start a new run"):
+    with raises_saying(RunError, "has the weights only", "--from"):
         js.fit(run=tmp_path / "wide", resume=True, steps=8, quiet=True)
     run = js.fit(start=js.train.FromRun(str(wide.path)), run=tmp_path / "next", quiet=True, **SETTINGS)
     assert run.config.model.sizes.width == 32 and run.metrics()[0]["step"] == 1

@@ -21,7 +21,7 @@ SIDE = 64
 SHAPE = (SIDE, SIDE)
 WIDE: Any = plgpu.Layout.WGMMA
 """How registers hold sums of products."""
-TOTAL, COLUMNS, BEGIN, SINCE, UNTIL, BETA = range(6)
+TOTAL, COLUMNS, BEGIN, SINCE, UNTIL, BETA, RATES = range(7)
 """Lines of `vectors`."""
 LEAST_RATE = 1e-15
 """The delta rule's rate where it is 0, which rounds away in every sum: what a token adds is divided by its rate."""
@@ -32,7 +32,7 @@ def vectors(inputs: Inputs, facts: Facts, chunks: int) -> jax.Array:
 
     Lines: the decay's logarithm in base 2, summed since the chunk began, twice, since the compiler cannot give one load
     two layouts; the first row that each row sees; the decay since the chunk began, 0 after a restart; the decay until
-    its end, 0 before a restart; and the delta rule's rate.
+    its end, 0 before a restart; and the delta rule's rate, twice.
 
     Args:
       inputs: the arrays.
@@ -56,7 +56,7 @@ def vectors(inputs: Inputs, facts: Facts, chunks: int) -> jax.Array:
     lines = [total * LOG2E, total * LOG2E, jnp.broadcast_to(begin, total.shape), since, until]
     if inputs.beta is not None:
         rate = cut(inputs.beta.astype(jnp.float32))
-        lines.append(jnp.where(jnp.abs(rate) < LEAST_RATE, LEAST_RATE, rate))
+        lines += [jnp.where(jnp.abs(rate) < LEAST_RATE, LEAST_RATE, rate)] * 2
     return jnp.stack(lines, 3)
 
 
@@ -68,16 +68,6 @@ def buffer(*tiles: int) -> Any:
 def wide(x: Any) -> Any:
     """Return a matrix with the layout of sums of products; the compiler is slow to find it by itself."""
     return plgpu.layout_cast(x, WIDE)
-
-
-def wide_tiles(count: int, delta: bool) -> list[Any]:
-    """Return shared memory in which the delta rule's walks keep float32 tiles between chunks, or none.
-
-    Args:
-      count: number of tiles.
-      delta: with the delta rule, whose triangular system needs the registers.
-    """
-    return [plgpu.SMEM((count, *SHAPE), jnp.float32, transforms=swizzled(SIDE, jnp.float32))] * delta
 
 
 def load(tile: Any) -> Any:
@@ -92,20 +82,29 @@ def put(tile: Any, x: Any) -> None:
 
 def products(*pairs: tuple[Any, Any]) -> Any:
     """Return the sum of products of tiles in shared memory, in float32."""
+    return together(pairs)[0]
 
-    def run(acc: Any) -> Any:
-        for a, b in pairs:
-            plgpu.wgmma(acc, a, b)
-        return acc[...]
+
+def together(*sums: Sequence[tuple[Any, Any]]) -> tuple[Any, ...]:
+    """Return sums of products of tiles in shared memory, in float32: the latency of one for all of them.
+
+    Args:
+      *sums: the pairs of tiles of each.
+    """
+
+    def run(*accs: Any) -> tuple[Any, ...]:
+        for acc, pairs in zip(accs, sums, strict=True):
+            for a, b in pairs:
+                plgpu.wgmma(acc, a, b)
+        return tuple(acc[...] for acc in accs)
 
     # Without the barrier the compiler may use sums before it waits for them, and then waits for every product.
-    return lax.optimization_barrier(wide(pl.run_scoped(run, plgpu.ACC(SHAPE, jnp.float32))))
+    made = pl.run_scoped(run, *[plgpu.ACC(SHAPE, jnp.float32)] * len(sums))
+    return tuple(lax.optimization_barrier(tuple(map(wide, made))))
 
 
 Terms = Sequence[Any]
 """Two tiles of shared memory whose sum is a matrix, of float32 but for the last 7 bits."""
-WORK = 6
-"""Tiles that the delta rule works in."""
 
 
 def split(terms: Terms, x: Any) -> None:
@@ -163,43 +162,3 @@ class Lines:
         row, column = self.places()
         sees = (column >= self.of(BEGIN).astype(jnp.int32)) & (column <= row)
         return wide(jnp.where(sees, jnp.exp2(self.of(TOTAL) - self.of(COLUMNS, 1)), 0.0))
-
-    def solve(self, keys: Sequence[Any], decays: Any, work_s: Any) -> None:
-        """Write the inverse of the delta rule's triangular matrix `I + beta * (k k^T) * decays` to the first two tiles.
-
-        The inverse of a matrix of four blocks follows from those of the two on its diagonal, by two products; here
-        for all blocks of a size at once, from 2 x 2 blocks on.
-
-        Args:
-          keys: the keys' tiles.
-          decays: of `decays`.
-          work_s: `WORK` tiles of shared memory.
-        """
-
-        def work() -> list[Terms]:
-            tiles = self.tiles(work_s)
-            return list(zip(tiles[0::2], tiles[1::2], strict=True))
-
-        alike = products(*((k, k.T) for k in keys))
-        row, column = self.places()
-        lower = jnp.where(column < row, alike * decays * self.of(BETA), 0.0)
-        apart = row ^ column
-        made_s, _, lower_s = work()
-        split(lower_s, lower)
-        split(made_s, jnp.where(apart == 0, 1.0, jnp.where(apart == 1, -lower, 0.0)))
-        plgpu.commit_smem()
-
-        def double(doubling: Any, _: None) -> None:
-            made_s, half_s, lower_s = work()
-            split(half_s, times(made_s, lower_s))
-            plgpu.commit_smem()
-            below = times(half_s, made_s)
-            # Blocks of 2^doubling rows right below such a block on the diagonal; they were zero.
-            row, column = self.places()
-            here = lax.shift_right_logical(row ^ column, doubling) == 1
-            made = jnp.where(here, -below, load(made_s[0]) + load(made_s[1]))
-            plgpu.commit_smem()  # every thread has read
-            split(made_s, made)
-            plgpu.commit_smem()
-
-        lax.fori_loop(1, SIDE.bit_length() - 1, double, None)

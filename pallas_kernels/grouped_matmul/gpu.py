@@ -3,7 +3,8 @@
 A block has two warpgroups that multiply, each 64 rows by `columns` columns, and one that copies both operands by TMA.
 Tiles of 128 rows start at a group's first row, rounded down to 8 (what a swizzled copy can address), so a group of r
 rows has at most (r + 134) / 128 of them. A small table, which XLA makes from the sizes, lists them; how many there are
-is known on the device only. Rows after the last group are tiles without products.
+is known on the device only. Rows after the last group are tiles without products, and a warpgroup whose 64 rows are all
+of other groups multiplies nothing.
 
 A tile whose 64 rows are all of its group is stored by one copy for each piece of 128 bytes of columns. Else the rows
 of the group are stored by copies of 32, 16, 8, 4, 2 and 1 rows, so that a neighbour's rows stay as they are.
@@ -107,11 +108,11 @@ def slots_of(columns: int, buffers: int, *, outer: bool) -> int:
     return (SHARED_MEMORY - 1024 - stores) // ((TILE + columns) * CHUNK * 2)
 
 
-def tiles_of(sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
-    """Return the tiles of a matmul as int32 (tiles, 4), and their number.
+def tiles_of(sizes: jax.Array, m: int) -> jax.Array:
+    """Return the tiles of a matmul as int32 (tiles, 5).
 
-    Each is (first row, first and end of the rows that belong to the group, group); the group of rows after the last
-    one is the number of groups. Lines past the number mean nothing.
+    Each is (first row, first and end of the rows that belong to the group, group, number of tiles); the group of rows
+    after the last one is the number of groups. Lines past the number of tiles mean nothing.
 
     Args:
       sizes: int32 (groups,).
@@ -127,11 +128,12 @@ def tiles_of(sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
     group = jnp.minimum(jnp.sum(tile[:, None] >= until, 1, dtype=jnp.int32), len(ends) - 1)
     first = bases[group] + (tile - until[group] + counts[group]) * TILE
     begin, end = (jnp.clip(edge[group] - first, 0, TILE) for edge in (starts, ends))
-    return jnp.stack([first, begin, end, group], 1), until[-1:]
+    total = jnp.broadcast_to(until[-1], tile.shape)  # beside the others: a kernel of its own would slice it
+    return jnp.stack([first, begin, end, group, total], 1)
 
 
 def multiplied_rows(sizes: Any, m: int) -> int:
-    """Return the rows that a matmul multiplies, with those of other groups in a group's tiles.
+    """Return the rows that a matmul multiplies, with those of other groups in a group's warpgroups.
 
     Args:
       sizes: rows of each group, known.
@@ -139,7 +141,11 @@ def multiplied_rows(sizes: Any, m: int) -> int:
     """
     ends = np.minimum(np.cumsum(sizes), m)
     starts = np.concatenate([[0], ends[:-1]])
-    return int(np.sum(np.where(ends > starts, -((starts // _STRIP * _STRIP - ends) // TILE), 0))) * TILE
+    total = 0
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        base = start // _STRIP * _STRIP
+        total += ROWS * sum(at + ROWS > start for at in range(base, end, ROWS)) if end > start else 0
+    return total
 
 
 def _each(body: Callable[[Any, Any], Any], items: Any, blocks: int) -> Any:
@@ -185,6 +191,17 @@ def _multiply(acc: Any, operands: Callable[[Any, Any], tuple[Any, Any]], done: A
     return result
 
 
+def _pass(done: Any, chunks: Any, full: Any, free: Any) -> None:
+    """Free `chunks` chunks, as they arrive, that this warpgroup does not multiply."""
+
+    def chunk(c: Any, _: None) -> None:
+        slot = lax.rem(done + c, full.shape[0])
+        plgpu.barrier_wait(full.at[slot])
+        plgpu.barrier_arrive(free.at[slot])
+
+    lax.fori_loop(0, chunks, chunk, None)
+
+
 def _registers(target: Target, warpgroup: Any, multiply: Callable[[], None], bring: Callable[[], None]) -> None:
     """Run `multiply` in the warpgroups that multiply, and `bring` in the one that copies memory."""
 
@@ -211,15 +228,15 @@ def _drain(free: Any, done: Any) -> None:
 def _matmul(target: Target, rows: jax.Array, matrices: jax.Array, sizes: jax.Array, facts: Facts) -> jax.Array:
     (m, k), n, dtype, transposed = rows.shape, facts.n, rows.dtype, facts.transposed
     columns, slots, buffers = tile_of(target, facts)
-    table, total = tiles_of(sizes, m)
+    table = tiles_of(sizes, m)
     across, chunks, piece = -(-n // columns), k // CHUNK, _pieces(facts.out)
     blocks = min(2 if target.interpret else _SMS, len(table) * across)
 
     def grouped_matmul(
-        table_ref: Any, total_ref: Any, rows_ref: Any, matrices_ref: Any, out_ref: Any, rows_s: Any, w_s: Any,
+        table_ref: Any, rows_ref: Any, matrices_ref: Any, out_ref: Any, rows_s: Any, w_s: Any,
         out_s: Any, plain_s: Any, full: Any, free: Any,
     ) -> None:  # fmt: skip
-        wg, tiles = lax.axis_index("wg"), total_ref[0]
+        wg, tiles = lax.axis_index("wg"), table_ref[0, 4]
 
         def place(item: Any) -> tuple[Any, ...]:
             at, column = _banded(item, tiles, across)
@@ -244,7 +261,7 @@ def _matmul(target: Target, rows: jax.Array, matrices: jax.Array, sizes: jax.Arr
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(out_s.at[wg, buffer], out_ref.at[pl.ds(first, ROWS), at])
 
-                @pl.when(jnp.logical_not(whole) & (begin < end))
+                @pl.when(jnp.logical_not(whole))
                 def _(values: Any = values, at: Any = at) -> None:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     plain_s[wg] = values
@@ -265,17 +282,22 @@ def _matmul(target: Target, rows: jax.Array, matrices: jax.Array, sizes: jax.Arr
 
         def multiply() -> None:
             def item(i: Any, done: Any) -> Any:
-                at, column, _, steps = place(i)
+                at, column, _group, steps = place(i)
                 operands = lambda c, slot: (  # noqa: E731
                     rows_s.at[slot, wg],
                     w_s.at[slot].T if transposed else w_s.at[slot],
                 )
-                acc = pl.run_scoped(
-                    lambda acc: _multiply(acc, operands, done, steps, full, free),
-                    plgpu.ACC((ROWS, columns), jnp.float32),
-                )
                 begin, end = (lax.clamp(0, table_ref[at, edge] - wg * ROWS, ROWS) for edge in (1, 2))
-                store(acc, pl.multiple_of(table_ref[at, 0], _STRIP) + wg * ROWS, begin, end, column)
+
+                @pl.when(begin < end)
+                def _() -> None:
+                    acc = pl.run_scoped(
+                        lambda acc: _multiply(acc, operands, done, steps, full, free),
+                        plgpu.ACC((ROWS, columns), jnp.float32),
+                    )
+                    store(acc, pl.multiple_of(table_ref[at, 0], _STRIP) + wg * ROWS, begin, end, column)
+
+                pl.when(begin >= end)(lambda: _pass(done, steps, full, free))
                 return done + steps
 
             _each(item, tiles * across, blocks)
@@ -317,7 +339,7 @@ def _matmul(target: Target, rows: jax.Array, matrices: jax.Array, sizes: jax.Arr
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=slots),
         ],
         **target.gpu(),
-    )(table, total, rows, matrices)
+    )(table, rows, matrices)
 
 
 def _outer(target: Target, left: jax.Array, right: jax.Array, sizes: jax.Array, facts: Facts) -> jax.Array:

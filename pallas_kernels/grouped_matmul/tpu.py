@@ -2,7 +2,7 @@
 
 Which group and which tile a step has is computed on the device from the sizes, before the kernel, and given to it in
 SMEM; the number of steps is part of the grid, so that empty groups take no step. Of a tile that several groups share,
-only the parts of `PART` rows that a group reaches into are multiplied.
+only parts of `PART` rows are multiplied, from the group's first row on, rounded down to a register of rows.
 """
 
 from __future__ import annotations
@@ -22,11 +22,26 @@ from pallas_kernels.grouped_matmul import examples
 from pallas_kernels.grouped_matmul.inputs import Facts
 from pallas_kernels.tiles import lookup
 
-__all__ = ["DTYPES", "PART", "Steps", "configurations", "multiplied_rows", "run", "steps_of", "supported", "tile_of"]
+__all__ = [
+    "DTYPES",
+    "PART",
+    "STRIP",
+    "Steps",
+    "configurations",
+    "matmul_step",
+    "multiplied_rows",
+    "part_of",
+    "run",
+    "steps_of",
+    "supported",
+    "tile_of",
+]
 
 LANES = 128
 PART = 128
 """Rows of a tile that are multiplied together where several groups share the tile."""
+STRIP = 16
+"""Rows of a register of bfloat16: where parts may start."""
 DTYPES = ("float32", "bfloat16")
 OUTPUTS = ("float32", "bfloat16")
 VMEM = 56 * 2**20
@@ -136,17 +151,21 @@ def multiplied_rows(sizes: Any, m: int, rows: int) -> int:
     for size in map(int, sizes):
         end = min(begin + size, m)
         if end > begin:
-            for tile in range(begin // rows, (end - 1) // rows + 1):
-                low, high = max(begin, tile * rows), min(end, (tile + 1) * rows)
-                part = _part(rows)
-                whole = high - low == rows
-                total += rows if whole else ((high - 1) // part - low // part + 1) * part
+            for first in range(begin // rows * rows, end, rows):
+                low, high = max(begin - first, 0), min(end - first, rows)
+                part = part_of(rows)
+                base = low // STRIP * STRIP if part % STRIP == 0 else 0
+                total += rows if high - low == rows else -(-(high - base) // part) * part
         begin = end
     return total
 
 
-def _part(rows: int) -> int:
-    """Rows of a part of a tile."""
+def part_of(rows: int) -> int:
+    """Return the rows of a part of a tile.
+
+    Args:
+      rows: of the tile.
+    """
     return PART if rows % PART == 0 else rows
 
 
@@ -155,7 +174,7 @@ def run(target: Target, left: jax.Array, right: jax.Array, sizes: jax.Array, *, 
     outer = facts.product == "outer"
     rows, bk, bn = tile_of(target, facts)
     steps = steps_of(sizes, facts.m, rows, outer=outer)
-    part, groups = _part(rows), facts.groups
+    part, groups = part_of(rows), facts.groups
     grid_k, grid_n = pl.cdiv(facts.k, bk), pl.cdiv(facts.n, bn)
 
     if outer:
@@ -183,7 +202,7 @@ def run(target: Target, left: jax.Array, right: jax.Array, sizes: jax.Array, *, 
         ]
         out_spec = pl.BlockSpec((rows, bn), lambda n, s, k, group, tile, read, starts: (tile[s], n))
         out_shape, acc = (facts.m, facts.n), (rows, bn)
-    kernel = functools.partial(_outer if outer else _matmul, facts=facts, rows=rows, part=part, grid_k=grid_k)
+    kernel = functools.partial(_outer if outer else matmul_step, facts=facts, rows=rows, part=part, grid_k=grid_k)
     item = jnp.dtype(facts.dtype).itemsize
     return pl.pallas_call(
         kernel,
@@ -223,22 +242,42 @@ def _inside(first: Any, low: Any, high: Any, shape: tuple[int, ...]) -> jax.Arra
 
 
 def _parts(rows: int, part: int, first: Any, low: Any, high: Any, do: Callable[[Any, Any], None]) -> None:
-    """Call `do(offset, row)` for each part of a tile that a group of rows low to high reaches into."""
-    begin = lax.div(jnp.maximum(low - first, 0), part)
-    end = lax.div(jnp.minimum(high - first, rows) - 1, part) + 1
+    """Call `do(offset, begin)` for each part of a tile that a group of rows low to high reaches into.
+
+    A last part that would end after the tile starts earlier, and `begin` is its first row that no part before it has.
+    """
+    low, high = jnp.maximum(low - first, 0), jnp.minimum(high - first, rows)
+    base = low // STRIP * STRIP if part % STRIP == 0 else jnp.int32(0)
 
     def of_part(i: Any, carry: Any) -> Any:
-        at = pl.multiple_of(i * part, part)
-        do(at, first + at)
+        begin = base + i * part
+        at = jnp.minimum(begin, rows - part)
+        do(pl.multiple_of(at, STRIP) if part % STRIP == 0 else at, first + begin)
         return carry
 
-    lax.fori_loop(begin, end, of_part, 0)
+    lax.fori_loop(0, lax.div(high - base + (part - 1), part), of_part, 0)
 
 
-def _matmul(
+def matmul_step(
     group: Any, tile: Any, read: Any, starts: Any, rows_ref: Any, matrix_ref: Any, out_ref: Any, acc_ref: Any,
     *, facts: Facts, rows: int, part: int, grid_k: int,
 ) -> None:  # fmt: skip
+    """Do one step of a matmul: one group's share of a tile of rows, by one tile of its matrix.
+
+    Args:
+      group: see `Steps`, as `tile`, `read` and `starts`.
+      tile: likewise.
+      read: likewise.
+      starts: likewise.
+      rows_ref: the tile of rows.
+      matrix_ref: the tile of the matrix.
+      out_ref: the tile of the output.
+      acc_ref: sums over the tiles of k, float32.
+      facts: of the product.
+      rows: of a tile.
+      part: of `part_of`.
+      grid_k: tiles of k.
+    """
     s, k = pl.program_id(1), pl.program_id(2)
     g, first = group[s], tile[s] * rows
     low, high = starts[g], starts[g + 1]
@@ -253,14 +292,15 @@ def _matmul(
 
     def store(at: Any, size: int, begin: Any, masked: bool) -> None:
         value = add(at, size)
+        inside = _inside(first + at, jnp.maximum(low, begin), high, value.shape)
         if grid_k > 1:
-            acc_ref[pl.ds(at, size), :] = value
+            total = jnp.where(inside, value, acc_ref[pl.ds(at, size), :]) if masked else value
+            acc_ref[pl.ds(at, size), :] = total
 
         @pl.when(k == grid_k - 1)
         def _() -> None:
             done = value
             if masked:
-                inside = _inside(begin, low, high, value.shape)
                 done = jnp.where(inside, value, out_ref[pl.ds(at, size), :].astype(jnp.float32))
             out_ref[pl.ds(at, size), :] = done.astype(out_ref.dtype)
 
@@ -301,7 +341,8 @@ def _outer(
 
         def own(ref: Any) -> jax.Array:
             x = ref[pl.ds(at, part), :].astype(jnp.float32)
-            return jnp.where(_inside(begin, low, high, x.shape), x, 0.0).astype(ref.dtype)
+            own_rows = _inside(first + at, jnp.maximum(low, begin), high, x.shape)
+            return jnp.where(own_rows, x, 0.0).astype(ref.dtype)
 
         acc_ref[...] += _dot(own(left_ref), own(right_ref), (0, 0))
 

@@ -34,11 +34,12 @@ def candidates(platform: str, key: Key) -> Iterator[dict[str, int]]:
     if platform == "gpu":
         widths = (256, 192, 128) if key["even"] else (192, 256, 128)
         for columns in widths:
-            slots = {b: gpu.slots_of(columns, b, outer=key["product"] == "outer") for b in (1, 2)}
-            # a second buffer, where it costs no chunk in flight, or where a sum ends often
-            two_first = slots[1] == slots[2] or key["depth"] < 1024
-            for buffers in (2, 1) if two_first else (1, 2):
-                yield {"columns": columns, "slots": slots[buffers], "buffers": buffers}
+            outer = key["product"] == "outer"
+            # the most buffers, up to one for each piece of 64 columns, that cost no chunk in flight
+            buffers = {gpu.slots_of(columns, b, outer=outer): b for b in range(1, columns // gpu.CHUNK + 1)}
+            # where a sum ends often, more buffers are worth a chunk
+            for slots in sorted(buffers, reverse=outer or key["depth"] >= 1024):
+                yield {"columns": columns, "slots": slots, "buffers": buffers[slots]}
         return
     if key["dtype"] == "float32":  # products of float32 take Mosaic minutes to compile in large tiles
         yield from ({"rows": rows, "k": 512, "n": 256} for rows in (256, 128))

@@ -152,7 +152,7 @@ def run(target: Target, x: jax.Array, weight: Packed, *, facts: Facts) -> jax.Ar
 
         def columns(c: jax.Array, carry: int) -> int:
             at = pl.ds(pl.multiple_of(c * LANES, LANES), LANES)
-            plane_of = _planes(facts, codes_ref[:, at], words_ref)
+            plane_of = planes_of(facts, codes_ref[:, at], words_ref)
             values = {}
             for name, part, spread in zip(names, part_refs, spread_refs, strict=True):
                 value = part[:, at]
@@ -161,7 +161,7 @@ def run(target: Target, x: jax.Array, weight: Packed, *, facts: Facts) -> jax.Ar
                 value = value.astype(jnp.float32)
                 if name == "scale" and factor is not None:
                     value = value * factor
-                values[name] = _spread(value, codes, plane, spread)
+                values[name] = spread_of(value, codes, plane, spread)
 
             for j in range(codes):
                 w = facts.numbers.decode(plane_of(j), table)
@@ -216,8 +216,14 @@ def _dot(x: jax.Array, w: jax.Array, over: int) -> jax.Array:
     return lax.dot_general(x, w, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _planes(facts: Facts, tile: jax.Array, words_ref: Any) -> Callable[[int], jax.Array]:
-    """Return a function of j: the int32 codes of plane j of a tile of words, (rows of a plane, 128)."""
+def planes_of(facts: Facts, tile: jax.Array, words_ref: Any) -> Callable[[int], jax.Array]:
+    """Return a function of j: the int32 codes of plane j of a tile of words, (rows of a plane, 128).
+
+    Args:
+      facts: of the product.
+      tile: the words, 128 columns.
+      words_ref: int32 scratch for them.
+    """
     count, bits = facts.unit[1], facts.numbers.bits
     words = pltpu.bitcast(tile, jnp.int32)
     if count > 1:
@@ -236,8 +242,15 @@ def _planes(facts: Facts, tile: jax.Array, words_ref: Any) -> Callable[[int], ja
     return of
 
 
-def _spread(value: jax.Array, codes: int, plane: int, scratch: Any) -> Callable[[int], jax.Array]:
-    """Return a function of j: for each row of plane j the value of its block, of a tile's blocks (blocks, 128)."""
+def spread_of(value: jax.Array, codes: int, plane: int, scratch: Any) -> Callable[[int], jax.Array]:
+    """Return a function of j: for each row of plane j the value of its block, of a tile's blocks (blocks, 128).
+
+    Args:
+      value: of the blocks, float32.
+      codes: planes.
+      plane: rows of a plane.
+      scratch: float32, as many rows as blocks or as a plane has.
+    """
     rows = value.shape[0]
     if rows in (1, plane):
         return lambda j: value

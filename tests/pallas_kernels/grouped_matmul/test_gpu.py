@@ -63,19 +63,21 @@ def test_tiles_have_every_row_once_and_join_no_groups():
     random, m, groups = np.random.default_rng(0), 1200, 9
     drawn = [random.multinomial(random.integers(0, m + 1), random.dirichlet([0.3] * groups)) for _ in range(24)]
     drawn = np.asarray([*drawn, [0] * groups, [1] * groups, [0] * (groups - 1) + [m]], np.int32)
-    every, totals = (np.asarray(a) for a in jax.jit(jax.vmap(functools.partial(gpu.tiles_of, m=m)))(drawn))
-    for table, (total,), sizes in zip(every, totals, drawn, strict=True):
+    every = np.asarray(jax.jit(jax.vmap(functools.partial(gpu.tiles_of, m=m)))(drawn))
+    for table, sizes in zip(every, drawn, strict=True):
+        total = table[0, 4]
         group, seen = np.repeat(np.arange(groups + 1), np.append(sizes, m - sizes.sum())), np.zeros(m, int)
         assert total <= len(table)
-        for first, begin, end, g in table[:total]:
+        for first, begin, end, g, _ in table[:total]:
             assert first % 8 == 0 and 0 <= begin < end <= gpu.TILE
             assert (group[first + begin : first + end] == g).all()
             seen[first + begin : first + end] += 1
         assert (seen == 1).all()
-        # what is multiplied, beyond the groups' rows, is less than a tile and a strip for each group
-        multiplied = gpu.TILE * np.count_nonzero(table[:total, 3] < groups)
-        assert multiplied == gpu.multiplied_rows(sizes, m)
-        assert multiplied <= sizes.sum() + np.count_nonzero(sizes) * (gpu.TILE + 6)
+        # what is multiplied, beyond the groups' rows, is less than a warpgroup's rows and a strip for each group
+        of_groups = table[:total][table[:total, 3] < groups]
+        halves = [h for _, begin, end, *_ in of_groups for h in (0, gpu.ROWS) if begin < h + gpu.ROWS and end > h]
+        assert gpu.ROWS * len(halves) == gpu.multiplied_rows(sizes, m)
+        assert gpu.ROWS * len(halves) <= sizes.sum() + np.count_nonzero(sizes) * (gpu.ROWS + 6)
 
 
 @pytest.mark.parametrize(

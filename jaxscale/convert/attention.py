@@ -19,7 +19,7 @@ from jaxscale.step.state import make_params
 
 
 def change_attention(
-    run: Run,
+    run: Run | str | Path,
     out: str | Path,
     layer: AttentionLayer,
     *,
@@ -37,7 +37,7 @@ def change_attention(
                objective=js.step.Distill(teacher=js.train.FromRun(run.path)), ...)
 
     Args:
-      run: the trained run.
+      run: the trained run, or its folder.
       out: the new run folder.
       layer: the new layers.
       step: the checkpoint's step; the newest by default.
@@ -51,6 +51,7 @@ def change_attention(
         layers, or weights that are stored in few bits.
       RunError: `out` exists already, or `run` has no checkpoint.
     """
+    run = run if isinstance(run, Run) else Run(run)
     config, name = run.config, type(layer).__name__
     model = config.model
     if not isinstance(model, TransformerConfig):

@@ -58,7 +58,7 @@ class Family:
         return bind(table, jax.tree.leaves(infos), config.runs)
 
     def differences(self, config: TransformerConfig, length: int) -> list[str]:
-        """List the settings of a config that this family cannot express, as "name = value".
+        """List the settings of a config that this family cannot express, as "name = value (it has another)".
 
         Args:
           config: the model's config.
@@ -116,14 +116,26 @@ def same_model(a: TransformerConfig, b: TransformerConfig) -> bool:
 
 
 def unlike(a: TransformerConfig, b: TransformerConfig) -> list[str]:
-    """List the settings of a config that another one has otherwise, as "name = value".
+    """List the settings of a config that another one has otherwise, as "name = value (it has another)".
 
     Args:
       a: the config whose values are listed.
       b: another config.
     """
     expected, got = _meaning(a), _meaning(b)
-    return [f"{k} = {_name(expected[k])}" for k in expected if expected[k] != got[k]]
+    if type(expected["mlp"]) is not type(got["mlp"]) and None in (expected["hidden"], got["hidden"]):
+        del expected["hidden"]  # follows from the kind of feed-forward
+    return [line for name in expected for line in _apart(name, expected[name], got[name])]
+
+
+def _apart(name: str, a: Any, b: Any) -> list[str]:
+    """Return a line for each field in which two values differ; of two of a kind, for each field of theirs."""
+    if a == b:
+        return []
+    if type(a) is type(b) and dataclasses.is_dataclass(a):
+        fields = [f.name for f in dataclasses.fields(a)]
+        return [line for f in fields for line in _apart(f"{name}.{f}", getattr(a, f), getattr(b, f))]
+    return [f"{name} = {_name(a)} (it has {_name(b)})"]
 
 
 def _meaning(c: TransformerConfig) -> dict[str, Any]:
@@ -175,8 +187,15 @@ def _values(positions: Any) -> Any:
     return dataclasses.replace(positions, scaling=dataclasses.replace(scaling, length=None))
 
 
-def _name(value: object) -> str:
-    return getattr(value, "__name__", None) or repr(value)
+def _name(value: Any) -> str:
+    """Return a class's or function's name, or a value with those fields that are not the default."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_name, value))}{',' * (len(value) == 1)})"
+    if isinstance(value, type) or not dataclasses.is_dataclass(value):
+        return getattr(value, "__name__", None) or repr(value)
+    fields = [f for f in dataclasses.fields(value) if f.name not in _OWN_OF_LAYERS]
+    own = [(f.name, getattr(value, f.name)) for f in fields if getattr(value, f.name) != f.default]
+    return f"{type(value).__name__}({', '.join(f'{name}={_name(x)}' for name, x in own)})"
 
 
 def family_of(values: dict[str, Any], families: Sequence[Family], where: str) -> Family:

@@ -30,6 +30,7 @@ from jaxscale.nn import (
 )
 from jaxscale.nn.products import rules_of
 from jaxscale.other_names import same
+from jaxscale.reading import clipped
 from jaxscale.signatures import check_call, check_fields
 
 if TYPE_CHECKING:
@@ -54,18 +55,23 @@ def check_transformer(c: TransformerConfig) -> None:
         raise ConfigError(f"Transformer.scan = {c.scan!r}: must be True, False or 'auto'")
     if c.shared is not None and not isinstance(c.shared, SharedBlocks):
         raise ConfigError(f"Transformer.shared = {c.shared!r}: must be SharedBlocks(uses=2)")
+    if isinstance(c.attention_layer, type) or not hasattr(c.attention_layer, "dims"):
+        layer, name = c.attention_layer, clipped(getattr(c.attention_layer, "__name__", repr(c.attention_layer)))
+        instead = "the nearest is MultiHead(), its default"
+        if isinstance(layer, type) and hasattr(layer, "dims"):
+            instead = f"write {name}()"
+        elif Mixer in type(layer).__mro__:
+            instead = "other mixers are set as Block.mixer in Transformer.blocks"
+        raise ConfigError(
+            f"Transformer.attention_layer = {name}: must be MultiHead(), GatedMultiHead(), SinkMultiHead(), Lizard(), "
+            f"CCA(), MultiHeadLatent(...) or DSA(...); {instead}"
+        )
     check_fields("Transformer", c)
     _check_numbers(c)
     if not callable(c.attention):
         close = same(str(c.attention), ("dot_product_attention", "flash_attention")) or ["dot_product_attention"]
         raise ConfigError(f"Transformer.attention = {c.attention!r}: must be a kernel; write @{close[0]}")
     check_call("Transformer.attention", c.attention, *KERNEL)
-    if isinstance(c.attention_layer, type) or not hasattr(c.attention_layer, "dims"):
-        raise ConfigError(
-            f"Transformer.attention_layer = {c.attention_layer!r}: must be MultiHead(), GatedMultiHead(), "
-            "SinkMultiHead(), CCA(), MultiHeadLatent(...) or DSA(...); other mixers are set as Block.mixer in "
-            "Transformer.blocks"
-        )
     types = {"dtype": jnp.float32, "param_dtype": jnp.float32}
     overlap: dict[str, Any] = {"overlap": True} if "mlp" in c.overlap else {}
     mlps = [("Transformer.mlp", c.mlp), ("Transformer.dense_mlp", c.dense_mlp)]

@@ -17,6 +17,7 @@ from jaxscale.interop import FAMILIES, family_for, write
 from jaxscale.models import TransformerConfig, presets
 from jaxscale.nn import (
     GELU,
+    GatedMultiHead,
     LayerNorm,
     Llama3Scaling,
     MixtureOfExperts,
@@ -24,6 +25,7 @@ from jaxscale.nn import (
     QKNorm,
     Rotary,
     SigmoidRouter,
+    SoftmaxRouter,
     UnitOffsetRMSNorm,
 )
 from jaxscale.parallel.dispatch import AllGatherDispatch
@@ -133,6 +135,21 @@ def test_the_nearest_family_is_the_one_that_lacks_least():
         family_for(TransformerConfig(**SMALL, qk_norm=True, logit_softcap=30.0), FAMILIES, 1024)
     with pytest.raises(CheckpointError, match="the nearest, 'llama', cannot express .*NTKScaling"):
         family_for(TransformerConfig(**SMALL, positions=Rotary(1e4, NTKScaling(2.0))), FAMILIES, 1024)
+
+
+def test_the_field_in_which_two_values_of_a_kind_differ_is_named_with_the_familys_own():
+    experts = MixtureOfExperts(4, 2, hidden=16, router=SoftmaxRouter(normalized=False))
+    for change, message in (
+        (dict(mlp=experts), "'mixtral' cannot express mlp.router.normalized = False (it has True)"),
+        (dict(attention_layer=GatedMultiHead()), "attention_layer = GatedMultiHead() (it has MultiHead())"),
+    ):
+        with pytest.raises(CheckpointError) as e:
+            family_for(TransformerConfig(**{**SMALL, **change}), FAMILIES, 1024, "mixtral" if "mlp" in change else None)
+        assert str(e.value).endswith(message)
+    with pytest.raises(CheckpointError) as e:
+        family_for(TransformerConfig(**SMALL, mlp=MixtureOfExperts(4, 2)), FAMILIES, 1024, "llama")
+    assert str(e.value).startswith("'llama' cannot express mlp = MixtureOfExperts(experts=4, ")
+    assert str(e.value).endswith(" (it has SwiGLU)")
 
 
 def test_a_width_that_no_layer_has_is_nothing_to_say():

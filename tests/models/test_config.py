@@ -36,7 +36,16 @@ from jaxscale.models import (
     sheared_llama_1_3b,
     smollm3_3b,
 )
-from jaxscale.nn import GELU, GeGLU, GroupLimit, MixtureOfExperts, MultiHeadLatent, SoftmaxRouter
+from jaxscale.nn import (
+    GELU,
+    GatedMultiHead,
+    GeGLU,
+    GroupLimit,
+    Mamba2,
+    MixtureOfExperts,
+    MultiHeadLatent,
+    SoftmaxRouter,
+)
 from jaxscale.step.state import describe_model
 from tests.truth.errors import raises_saying
 
@@ -239,3 +248,16 @@ def test_groups_that_experts_cannot_be_limited_to_are_refused():
     for limit in (GroupLimit(3, 2), GroupLimit(8, 1), GroupLimit(4, 2, best=3)):
         with raises_saying(ConfigError, "does not work with 8 experts and top_k = 2"):
             MixtureOfExperts(experts=8, top_k=2, router=SoftmaxRouter(limit=limit))
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (None, r"Transformer.attention_layer = None: must be MultiHead\(\), .*; the nearest is MultiHead\(\)"),
+        (GatedMultiHead, r"attention_layer = GatedMultiHead: must be .*; write GatedMultiHead\(\)$"),
+        (Mamba2(), r"attention_layer = Mamba2\(.*\): must be .*; other mixers are set as Block.mixer"),
+    ],
+)
+def test_what_is_no_attention_layer_is_refused_with_the_nearest(layer, message):
+    with pytest.raises(ConfigError, match=message):
+        TransformerConfig(attention_layer=layer)

@@ -126,8 +126,11 @@ def limit(c: Fields, best: int, groups: int = 1, chosen: int | None = None) -> G
 
 def common_json(m: TransformerConfig) -> dict[str, Any]:
     """Return the fields of config.json that `common`, `experts` and `limit` read."""
-    if not isinstance(m.attention_layer, MultiHeadLatent) or not isinstance(m.mlp, MixtureOfExperts):
-        raise CheckpointError("attention_layer must be MultiHeadLatent(...), and mlp MixtureOfExperts(...)")
+    if not isinstance(m.attention_layer, MultiHeadLatent):
+        raise CheckpointError(f"attention_layer = {type(m.attention_layer).__name__}(): must be MultiHeadLatent(...)")
+    if not isinstance(m.mlp, MixtureOfExperts):
+        name = getattr(m.mlp, "__name__", type(m.mlp).__name__)
+        raise CheckpointError(f"mlp = {name}: must be MixtureOfExperts(...)")
     z, layer = m.sizes, m.attention_layer
     return {
         **rotary_json(rotary(m)),

@@ -120,7 +120,7 @@ def test_a_latent_run_is_continued_as_deepseek_v32_was(tmp_path):
     latent = MultiHeadLatent(*(getattr(z, f.name) for f in dataclasses.fields(MultiHeadLatent)))
     options = dict(data=js.data.synthetic(32), layout=None, seq_len=16, batch_size=4, eval_batches=0, quiet=True)
     run = js.fit(model=Model(attention_layer=latent), run=tmp_path / "latent", steps=1, **options)
-    new = change_attention(run, tmp_path / "indexed", z)
+    new = change_attention(str(run.path), tmp_path / "indexed", z)
     start, only = js.train.FromRun(new.path), js.step.Unfreeze(("indexer",))
     warm = js.fit(
         model=new.config.model, start=start, adapters=only, run=tmp_path / "warm", steps=40, lr=1e-2, **options

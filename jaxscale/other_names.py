@@ -113,6 +113,7 @@ SoftPrompt: prompttuning softprompts prefixtuning ptuning
 MultiHead: mha gqa mqa multiheadattention groupedqueryattention
 MultiHeadLatent: mla multiheadlatentattention
 LongConvolution: hyena hyenaoperator longconv
+HyperZZW: terminator hyperkernel hyperz
 NSA: nativesparseattention
 DSA: deepseeksparseattention lightningindexer deepseeksparse
 Mamba2: mamba ssd

@@ -112,7 +112,7 @@ REFERENCES = {
     "@splash_attention": "flash_attention", "@ring_attention": "RingAttention", "@memmap()": "token_file",
     "@Hyena()": "LongConvolution", "@NativeSparseAttention()": "NSA", "@DeepSeekSparse()": "DSA", "@Mamba()": "Mamba2",
     "@YOCO()": "CrossDecoderAttention", "@MTP()": "NextTokens", "@PromptTuning()": "SoftPrompt",
-    "@MultiToken()": "NextTokens", "@MLA()": "MultiHeadLatent",
+    "@MultiToken()": "NextTokens", "@MLA()": "MultiHeadLatent", "@Terminator()": "HyperZZW",
 }  # fmt: skip
 
 

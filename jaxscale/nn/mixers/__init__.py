@@ -5,6 +5,7 @@ from jaxscale.nn.mixers.cca import CCA
 from jaxscale.nn.mixers.dsa import DSA
 from jaxscale.nn.mixers.gated_delta_net import GatedDeltaNet
 from jaxscale.nn.mixers.hstu import HSTU
+from jaxscale.nn.mixers.hyperzzw import HyperZZW
 from jaxscale.nn.mixers.kimi_delta import KimiDeltaAttention
 from jaxscale.nn.mixers.linear import GatedLinearAttention, LinearAttention, RetNet
 from jaxscale.nn.mixers.lizard import Lizard
@@ -30,6 +31,7 @@ __all__ = [
     "GatedDeltaNet",
     "GatedLinearAttention",
     "GatedMemory",
+    "HyperZZW",
     "KimiDeltaAttention",
     "LinearAttention",
     "LongConvolution",

@@ -189,7 +189,7 @@ class LongConvolution(Mixer):
         facts = Facts(batch, seq, channels, taps, "float32", both, both)
         return {"qkv": 3 * one, "convolution": batch * channels * facts.flops, "residual_mid": one}
 
-    def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> LongConvolutionLayer:
+    def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> nnx.Module:
         """See `Mixer`."""
         sizes = (width, self.channels or width, self.length, self.features, self.hidden, self.taps)
         return LongConvolutionLayer(*sizes, **chosen(options))

@@ -23,7 +23,7 @@ from jaxscale.infer.speculative import WithDraft
 from jaxscale.infer.stages import on_stages
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.models import BlockConfig, TransformerConfig
-from jaxscale.nn import GatedDeltaNet, MixtureOfExperts
+from jaxscale.nn import DSA, GatedDeltaNet, MixtureOfExperts
 from jaxscale.step.state import TrainState, describe_model
 from tests.truth.long import short
 from tests.truth.params import random_params
@@ -110,6 +110,19 @@ def test_a_stack_with_states_that_are_matrices_generates_what_passes_over_whole_
     requests = list(_requests(14))
     engine = Engine(Cached(*_model(mesh, config), layout=Layout(mesh), cache=cache, rows=4, length=LENGTH, budget=16))
     assert _served(engine, requests) == _greedy(requests, config)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", [None, "data=2,tensor=2", "context=2,tensor=2"])
+def test_tokens_that_an_indexer_selects_are_those_of_a_pass_over_the_whole_text(mesh):
+    sparse = DSA(kv_rank=8, q_rank=8, plain_dim=8, rotary_dim=4, value_dim=8, index_heads=4, index_dim=8, top_k=5)
+    config = dataclasses.replace(MIXED, depth=2, blocks=(), kv_heads=None, head_dim=None, attention_layer=sparse)
+    requests, cache = list(_requests(14)), Paged(page=2, pages=14)
+    layout = None if mesh is None else Layout(mesh)
+    engine = Engine(Cached(*_model(mesh, config), layout=layout, cache=cache, rows=4, length=LENGTH, budget=16))
+    assert _served(engine, requests) == _greedy(requests, config)
+    assert engine.stats.shared > 0
+    assert mesh is not None or engine.stats.preemptions > 0
 
 
 @pytest.mark.parametrize("linear", short(1, [LINEAR, DELTA]), ids=["vectors", "matrices"])

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
-from jaxscale.layout import constrain, in_use, named
+from jaxscale.layout import constrain, current, in_use, named
 from jaxscale.nn.linear import truncated_std
 from jaxscale.nn.memory import MemoryPolicy
 from jaxscale.nn.mlp import FeedForward, SwiGLU
@@ -25,6 +25,7 @@ from jaxscale.parallel import Arithmetic, Biases, Capacity, Choices, Slots, Weig
 from jaxscale.parallel.dispatch import Dispatcher
 from jaxscale.parallel.expert_products import DOWN, UP
 from jaxscale.parallel.experts import check_groups
+from jaxscale.parallel.sharded import cut_over
 from jaxscale.signatures import check_method
 
 _UP_BIAS, _DOWN_BIAS = ("experts", "expert_mlp"), ("experts", "norm")
@@ -324,13 +325,15 @@ class Experts(nnx.Module):
             routed = c.router(scores, bias, top_k=c.top_k, capacity=capacity, real=real)
         stored = [None if p is None else as_weight(p.get_value()) for p in (self.gate, self.up, self.down)]
         gathered = any(w is not None and w.gathers for w in stored)
-        weights = Weights._make(
-            None if w is None else w.gathered(axes, self.arithmetic.dtype) if gathered else w.dense()
-            for w, axes in zip(stored, (UP, UP, DOWN), strict=True)
-        )
         arithmetic = as_weight(self.up.get_value()).arithmetic(self.arithmetic)
+        weights = self._grouped(stored, arithmetic, x) if gathered and capacity is None else None
+        if weights is None:
+            weights = Weights._make(
+                None if w is None else w.gathered(axes, self.arithmetic.dtype) if gathered else w.dense()
+                for w, axes in zip(stored, (UP, UP, DOWN), strict=True)
+            )
         if arithmetic.reparametrised is not None:
-            weights = Weights._make(None if w is None else jax.vmap(arithmetic.matrix)(w) for w in weights)
+            weights = Weights._make(jax.vmap(arithmetic.matrix)(w) if isinstance(w, jax.Array) else w for w in weights)
         act, combine = c.expert.activation, c.expert.combine
         if isinstance(routed, Choices):
             self._show(stored, weights, x, routed)
@@ -353,6 +356,15 @@ class Experts(nnx.Module):
         with jax.named_scope("router"):
             return y, routing_statistics(c, scores, routed, bias, capacity, real)
 
+    def _grouped(self, stored: list[Weight | None], arithmetic: Arithmetic, x: Array) -> Weights | None:
+        """Return the weights without dense copies of them, if all have a grouped product; else `None`."""
+        layout, axes = current(), (UP, UP, DOWN)
+        devices = 1 if layout is None else math.prod(layout.sizes[m] for m in cut_over("expert_batch", "expert_seq"))
+        rows = x.shape[0] * x.shape[1] * self.config.top_k // devices
+        each = [None if w is None else w.for_experts(a, arithmetic, rows) for w, a in zip(stored, axes, strict=True)]
+        none = any(w is not None and one is None for w, one in zip(stored, each, strict=True))
+        return None if none else Weights._make(each)
+
     def _biases(self) -> Biases | None:
         """Return the experts' biases, float32."""
         if self.up_bias is None or self.down_bias is None:
@@ -370,8 +382,8 @@ class Experts(nnx.Module):
         def hidden() -> Array:
             expert, biases = self.config.expert, self._biases()
 
-            def product(w: Array, bias: Array | None) -> Array:
-                y = jnp.einsum("bse,xem->xbsm", x, w)
+            def product(w: Array | Weight, bias: Array | None) -> Array:
+                y = jnp.einsum("bse,xem->xbsm", x, as_weight(w).dense())
                 return y if bias is None else y + bias[:, None, None]
 
             up = product(weights.up, biases and biases.up)

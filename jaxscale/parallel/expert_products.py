@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxscale.parallel.arithmetic import Arithmetic, Cut, Numbers
 from jaxscale.parallel.dispatch.base import ExpertAxes
 from jaxscale.parallel.seeds import mixed
+from jaxscale.parallel.weight import Weight
 
 UP = ("experts", "expert_embed", "expert_mlp")
 DOWN = ("experts", "expert_mlp", "expert_embed")
@@ -23,7 +24,7 @@ DOWN = ("experts", "expert_mlp", "expert_embed")
 
 
 class Weights(NamedTuple):
-    """The experts' stored matrices.
+    """The experts' stored matrices: arrays, or weights with a `grouped` product.
 
     Args:
       gate: the gates, or `None`.
@@ -31,9 +32,9 @@ class Weights(NamedTuple):
       down: the last matrices.
     """
 
-    gate: Float[Array, "x e f"] | None
-    up: Float[Array, "x e f"]
-    down: Float[Array, "x f e"]
+    gate: Float[Array, "x e f"] | Weight | None
+    up: Float[Array, "x e f"] | Weight
+    down: Float[Array, "x f e"] | Weight
 
 
 class Biases(NamedTuple):
@@ -105,7 +106,7 @@ def apply_experts(
     product and the exchange.
     """
 
-    def product(number: int, rows: Array, kernel: Array, tap: Array, embed: int) -> Array:
+    def product(number: int, rows: Array, kernel: Array | Weight, tap: Array | Weight, embed: int) -> Array:
         own = None if seed is None else mixed(seed + jnp.uint32(number))
         return _product(rows, kernel, tap, sizes, own, embed, settings)
 
@@ -139,8 +140,8 @@ def _of_rows(bias: Float[Array, "x n"], rows: int, sizes: Int[Array, " x"] | Non
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _product(
     rows: Array,
-    kernel: Array,
-    tap: Array,
+    kernel: Array | Weight,
+    tap: Array | Weight,
     sizes: Array | None,
     seed: Array | None,
     embed: int,
@@ -150,7 +151,8 @@ def _product(
 
     Args:
       rows: (groups, x, slots, in), or (rows, in) sorted by expert.
-      kernel: (x, in, out), whose dimension `embed` is sharded over `settings.axes.gathered`.
+      kernel: (x, in, out), whose dimension `embed` is sharded over `settings.axes.gathered`; or a weight with a
+        `grouped` product, for rows with `sizes`.
       tap: gets the kernel's gradient, in its dtype; its dimension `embed` is sharded over `settings.axes.scattered`.
       sizes: rows of each expert, int, or `None`.
       seed: of random numbers, or `None`.
@@ -176,6 +178,9 @@ def _product_bwd(embed, settings, residuals, dy):  # type: ignore[no-untyped-def
         encode(a, summed, batch, (*settings.lead(sizes), cut))
         for encode, a, cut in zip((numbers.left, numbers.right), (rows, dy), settings.inner(embed), strict=True)
     )
+    if isinstance(kernel, Weight):  # XLA drops what follows if nobody wants gradients of scales
+        dkernel = numbers.ragged_outer(left, right, sizes, jnp.float32)
+        return drows, None, jax.vjp(lambda w: w.dense(), kernel)[1](dkernel)[0], None, None
     if sizes is None:
         dkernel = numbers.dot(left, right, ((summed, summed), (batch, batch)), kernel.dtype)
     else:
@@ -191,13 +196,17 @@ _product.defvjp(_product_fwd, _product_bwd)
 def _grouped(
     numbers: Numbers,
     rows: Array,
-    kernel: Array,
+    kernel: Array | Weight,
     summed: int,
     sizes: Array | None,
     embed: int,
     settings: ProductSettings,
 ) -> Array:
     """Multiply rows by their expert's matrix, of which dimension `summed` is summed over."""
+    if isinstance(kernel, Weight):
+        assert sizes is not None
+        dtype = settings.arithmetic.dtype
+        return kernel.grouped(rows.astype(dtype), sizes, summed == 2, dtype)
     cut = settings.inner(embed)[0 if summed == 1 else 1]
     stored = [(), settings.axes.mlp, settings.axes.mlp]
     stored[embed] = settings.axes.gathered

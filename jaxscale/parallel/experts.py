@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxscale.errors import LayoutError
-from jaxscale.layout import constrain, current
+from jaxscale.layout import TensorInfo, constrain, current
 from jaxscale.layout.rules import Kind
 from jaxscale.parallel.arithmetic import Arithmetic
 from jaxscale.parallel.dispatch import Capacity, Choices, Dispatcher, DroplessDispatch, ExpertAxes, SlotDispatch, Slots
@@ -25,6 +25,7 @@ from jaxscale.parallel.dispatch.routed import fill
 from jaxscale.parallel.expert_products import DOWN, UP, Biases, ProductSettings, Weights, apply_experts
 from jaxscale.parallel.seeds import mixed, next_seed
 from jaxscale.parallel.sharded import cut_over, free_and_manual
+from jaxscale.parallel.weight import Weight
 
 TOKENS = ("expert_batch", "expert_seq", "embed")
 """Logical axes of the experts' input and output."""
@@ -57,7 +58,7 @@ def expert_mlp(
     Args:
       x: activations.
       routed: the experts of each token, or the tokens of each expert.
-      weights: float32 or bfloat16, with logical axes `UP` and `DOWN`.
+      weights: float32 or bfloat16, with logical axes `UP` and `DOWN`; or, without a capacity, of `Weight.for_experts`.
       act: the activation function.
       combine: the hidden layer of `gate(x)` and `up(x)`; `None` is `act(gate) * up`.
       biases: added after each product, or `None`.
@@ -107,9 +108,15 @@ def expert_mlp(
     route = spec(batch, seq, (), ())
 
     def kernels(embed: tuple[str, ...]) -> Weights:
-        up = spec(axes.experts, embed, cut_over("expert_mlp"))
-        down = spec(axes.experts, cut_over("expert_mlp"), embed)
-        return Weights(None if weights.gate is None else up, up, down)  # type: ignore[arg-type]  # of the same tree
+        over = {"experts": axes.experts, "expert_embed": embed, "expert_mlp": cut_over("expert_mlp"), None: ()}
+
+        def of(w: Any, names: tuple[str, ...]) -> Any:
+            if not isinstance(w, Weight):
+                return None if w is None else spec(*(over[n] for n in names))
+            infos = w.infos(TensorInfo("experts", w.shape, arithmetic.dtype, names))
+            return jax.tree.map(lambda info: spec(*(over[n] for n in info.axes)), infos)
+
+        return Weights._make(of(w, names) for w, names in zip(weights, (UP, UP, DOWN), strict=True))
 
     up_bias, down_bias = spec(axes.experts, cut_over("expert_mlp")), spec(axes.experts, ())
     of_biases = None if biases is None else Biases(None if biases.gate is None else up_bias, up_bias, down_bias)  # type: ignore[arg-type]
@@ -117,7 +124,7 @@ def expert_mlp(
     taps = weights
     if axes.scattered != axes.gathered:
         names = zip(weights, (UP, UP, DOWN), strict=True)
-        taps = Weights._make(w if w is None else constrain(w, *a, kind="grads") for w, a in names)
+        taps = Weights._make(constrain(w, *a, kind="grads") if isinstance(w, jax.Array) else w for w, a in names)
     weights = jax.tree.map(lax.stop_gradient, weights)
     stack = lax.with_sharding_constraint(jnp.broadcast_to(x, (copies, *x.shape)), tokens)
     y = jax.shard_map(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxscale.layout import TensorInfo, constrain, in_use, path_name, unfill
 from jaxscale.layout.tensors import Tree
@@ -81,6 +81,32 @@ class Weight(abc.ABC):
           inputs: returns the inputs: (b, s, n) for all experts, or (experts, b, s, n).
         """
         del chosen, inputs
+
+    def for_experts(self, axes: Axes, arithmetic: Arithmetic, rows: int) -> Weight | None:
+        """Return this weight, its arrays sharded as activations, if experts can multiply by `grouped`.
+
+        Args:
+          axes: logical axis per dimension of the kernel.
+          arithmetic: the numbers of the product, from `arithmetic`.
+          rows: tokens of all experts of one device, about.
+
+        Returns:
+          `None`, the default: experts multiply with the array of `gathered` or `dense`.
+        """
+        return None
+
+    def grouped(
+        self, rows: Float[Array, "m i"], sizes: Int[Array, " x"], transposed: bool, dtype: DTypeLike
+    ) -> Float[Array, "m o"]:
+        """Return each row times its expert's matrix; only of weights that `for_experts` returns.
+
+        Args:
+          rows: sorted by expert.
+          sizes: rows of each expert.
+          transposed: multiply by the transposed matrices.
+          dtype: of the result.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no grouped product: for_experts returned None")
 
     def gathered(self, axes: Axes, dtype: DTypeLike) -> Float[Array, "..."]:
         """Return the kernel as layers compute with it: cast, then sharded as an activation; see `in_use`.

@@ -166,6 +166,8 @@ def _withdrawn_case(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         return op, {"direction": "forward", "dtype": dtype}
     if op in ("chunked_recurrence", "fftconv", "grouped_matmul"):  # both directions have the same steps
         return op, {"facts.dtype": dtype}
+    if op == "grouped_stored_matmul":
+        return op, {"facts.each.dtype": dtype}
     if part == "backward" and op != "logsumexp":  # whose gradient uses the kernel's result
         op = f"{op}_backward"
     return op, {"dtype": dtype}

@@ -35,6 +35,7 @@ def works() -> Iterator[Work]:
     yield from _recurrence_works()
     yield from _convolution_works()
     yield from _grouped_works()
+    yield from _grouped_stored_works()
 
 
 # softmax ---------------------------------------------------------------------------------------------------------
@@ -332,3 +333,10 @@ def _grouped_works() -> Iterator[Work]:
     for feature in list(SIZES)[1:3]:
         for dtype in ("float32", "bfloat16", "float16"):
             yield Work("grouped_matmul", feature, dtype, PARTS, functools.partial(program, feature, dtype))
+
+
+def _grouped_stored_works() -> Iterator[Work]:
+    from tests.pallas_kernels.grouped_stored_matmul.cases import PARTS, program
+
+    for form, dtype in (("mxfp4", "float32"), ("mxfp4", "bfloat16"), ("mxfp4", "float16"), ("int8", "bfloat16")):
+        yield Work("grouped_stored_matmul", form, dtype, PARTS, functools.partial(program, form, dtype))

@@ -27,6 +27,8 @@ Names = tuple[str | None, ...]
 
 MOST_ROWS = 256
 """Rows of activations on a device up to which a kernel multiplies: with more, unpacking the weight once is cheaper."""
+MOST_EXPERT_ROWS = 4096
+"""Rows of all experts of a device up to which experts are unpacked one at a time, where no kernel unpacks tiles."""
 
 
 def kernel_product(
@@ -85,6 +87,39 @@ def kernel_product(
 
     into = (*of_tokens, *(axes[d] for d in summed))
     return sharded_op(local, x, *leaves, axes=(into, *names), out_axes=(*of_tokens, *rest), name="a stored weight")
+
+
+def grouped_here(weight: StoredWeight, names: Sequence[Names], rows: int) -> bool:
+    """Return whether a grouped product multiplies with experts' stored matrices.
+
+    Args:
+      weight: the matrices (experts, inputs, outputs).
+      names: logical axis per dimension of each of its arrays.
+      rows: tokens of all experts of one device, about.
+    """
+    if len(weight.shape) != 3 or weight.activations is not None or weight.divided or weight.axis == -1:
+        return False
+    if device().platform != "tpu" and rows > MOST_EXPERT_ROWS:
+        return False
+    leaves = jax.tree.leaves(weight)
+    alike = all(a.ndim >= 3 and a.shape[0] in (1, weight.shape[0]) for a in leaves)
+    one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), weight)
+    shared = current() is not None and bool(free_and_manual()[0])
+    return (
+        alike
+        and _matrix(one, (0,))
+        and (not shared or all(_divides(weight, a, n) for a, n in zip(leaves, names, strict=True)))
+    )
+
+
+def experts_as_packed(weight: StoredWeight) -> Packed:
+    """Return experts' matrices as those of `grouped_stored_matmul`.
+
+    Args:
+      weight: the matrices (experts, inputs, outputs).
+    """
+    every = jax.tree.map(lambda a: jnp.broadcast_to(a, (weight.shape[0], *a.shape[1:])), weight)
+    return jax.vmap(lambda one: as_packed(one, (0,)))(every)
 
 
 def _local_rows(shape: Sequence[int], names: Sequence[str | None]) -> int:

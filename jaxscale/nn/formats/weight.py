@@ -10,17 +10,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, UInt, UInt8
+from jaxtyping import Array, Float, Int, UInt, UInt8
 
 from jaxscale.layout import TensorInfo, constrain, path_name
 from jaxscale.layout.tensors import Tree
 from jaxscale.nn.formats.blocks import spread
 from jaxscale.nn.formats.integer_products import integer_product
-from jaxscale.nn.formats.kernels import kernel_product
+from jaxscale.nn.formats.kernels import experts_as_packed, grouped_here, kernel_product
 from jaxscale.nn.formats.numbers import from_table, numbers_of
 from jaxscale.nn.formats.packing import pack, unit, unpack
 from jaxscale.nn.formats.rebuilt import Rebuilt
 from jaxscale.parallel import Arithmetic, Cast
+from pallas_kernels.grouped_stored_matmul import grouped_stored_matmul
 
 
 @jax.tree_util.register_dataclass
@@ -118,6 +119,19 @@ class StoredWeight(Rebuilt):
             if y is not None:
                 return y
         return super().dot(x, axes, summed, dtype, numbers, out_dtype)
+
+    def for_experts(self, axes: tuple[str, ...], arithmetic: Arithmetic, rows: int) -> StoredWeight | None:
+        """See `Weight`: where a grouped product has the numbers, and unpacking all experts is not cheaper."""
+        plain = isinstance(arithmetic.forward, Cast) and isinstance(arithmetic.input_gradient, Cast)
+        names = [self.names("", a.shape, axes) for a in jax.tree.leaves(self)]
+        return self.whole(axes) if plain and grouped_here(self, names, rows) else None
+
+    def grouped(
+        self, rows: Float[Array, "m i"], sizes: Int[Array, " x"], transposed: bool, dtype: DTypeLike
+    ) -> Float[Array, "m o"]:
+        """See `Weight`: each expert's matrix is unpacked where it is multiplied."""
+        matrices = experts_as_packed(self)
+        return grouped_stored_matmul(rows, matrices, sizes, transposed=transposed, out_dtype=dtype)
 
     def infos(self, info: TensorInfo) -> Tree:
         """See `Weight`; dimensions of codes and scales have the kernel's names wherever there are several."""

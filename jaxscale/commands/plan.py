@@ -27,6 +27,7 @@ from jaxscale.working_copy import local
 
 if TYPE_CHECKING:
     from jaxscale.plan import Measured, Restarts, Serving
+    from jaxscale.plan.expert_loads import Loads
     from jaxscale.plan.search_front import Tell
     from jaxscale.step import TrainConfig
 
@@ -86,6 +87,12 @@ def add(commands: Any) -> None:
     for name, metavar, what in RESTARTS:
         parser.add_argument(f"--{name}", type=float, metavar=metavar, help=what)
     parser.add_argument("--analytic", action="store_true", help="compile nothing; estimate analytically")
+    parser.add_argument(
+        "--loads",
+        metavar="LOADS",
+        help="how often each expert is chosen, for the time of the device with the most rows: even, zipf:1.2, or the "
+        "folder of a run, whose experts.jsonl has them",
+    )
     parser.add_argument(
         "--search",
         action="store_true",
@@ -170,7 +177,8 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
                 limits = {"days": args.days, "budget": args.budget, "prices": _prices(args.price, chips)}
                 show(cheapest(config, chips, tokens, **limits, restarts=restarts, tell=tell), args.json)
         return 0
-    options = {"tokens": tokens, "price": _price("--price", args.price), "watts": args.watts}
+    options: dict[str, Any] = {"tokens": tokens, "price": _price("--price", args.price), "watts": args.watts}
+    loads = None if args.loads is None else _loads(config, args.loads)
     compile = "never" if args.analytic else "auto"
     if not args.search:
         for name in ("write", "compiles"):
@@ -181,10 +189,13 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
                 clear()  # neither gin file gets the other's bindings
                 other = _load(Path(args.compare), argparse.Namespace(**vars(args) | {"config": args.compare}), bindings)
             names = (args.config, args.compare)
+            if loads is not None:
+                raise ConfigError("--compare plans experts that are chosen equally often; leave out --loads")
             options |= {"compile": compile, "restarts": restarts}
             show(compare(config, other, args.topology, names=names, **options), args.json)
             return 0
-        show(plan_for(config, args.topology, compile=compile, restarts=restarts, **options), args.json)
+        options |= {"compile": compile, "restarts": restarts, "loads": loads}
+        show(plan_for(config, args.topology, **options), args.json)
         return 0
     file = _free(path.stem if path is not None else "run") if args.write is None else Path(args.write)
     if file.exists():
@@ -194,7 +205,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     as_gin(config)  # raises for settings that gin cannot express, before the search
     compiles = COMPILES if args.compiles is None else args.compiles
     with progress() as tell:
-        result = search(config, args.topology, compile=compile, compiles=compiles, tell=tell, **options)
+        result = search(config, args.topology, compile=compile, compiles=compiles, loads=loads, tell=tell, **options)
     result = dataclasses.replace(result, winner=with_budget(result.winner, restarts=restarts, **options))
     about = f"Found by: jaxscale plan {args.config} --topology {args.topology} --search\n{result.winner.config.layout}"
     show(result, args.json)
@@ -205,6 +216,26 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     if not args.json:
         print(f"\nwritten to {file}; train it with:\n  jaxscale train {file}")
     return 0
+
+
+def _loads(config: TrainConfig, text: str) -> Loads:
+    """Loads of experts from `--loads`.
+
+    Raises:
+      ConfigError: the model has no experts, or the text is neither a distribution nor the folder of a run with loads.
+    """
+    from jaxscale.nn import MixtureOfExperts
+    from jaxscale.plan.expert_loads import Loads, loads_of
+    from jaxscale.train import expert_load
+
+    mlp = getattr(config.model, "mlp", None)
+    if not isinstance(mlp, MixtureOfExperts):
+        raise ConfigError("--loads is for models with experts, and this one has none; leave it out")
+    folder = local(text)
+    if not folder.is_dir():
+        return loads_of(text, mlp.experts)
+    steps = expert_load.read_experts(folder / expert_load.FILE)
+    return Loads.counted({step: {n: at.load for n, at in layers.items()} for step, layers in steps.items()}, text)
 
 
 def _serving(config: TrainConfig, args: argparse.Namespace) -> Serving:
@@ -222,7 +253,7 @@ def _check(args: argparse.Namespace) -> None:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} is for plans of serving; add --serve, or leave it out")
     if args.serve:
-        others = "measured search tokens price watts write compiles compare fit-on days budget analytic"
+        others = "measured search tokens price watts write compiles compare fit-on days budget analytic loads"
         for name in [*others.split(), *(name for name, _, _ in RESTARTS)]:
             if getattr(args, name.replace("-", "_")) not in (None, False):
                 raise ConfigError(f"--serve plans generation; leave out --{name}")
@@ -237,7 +268,7 @@ def _check(args: argparse.Namespace) -> None:
         if limited:
             raise ConfigError("--days and --budget choose hardware; name chips, such as --fit-on v5e,v5p")
         return
-    for name in ("topology", "search", "compare", "watts", "compiles", "write"):
+    for name in ("topology", "search", "compare", "watts", "compiles", "write", "loads"):
         if getattr(args, name) not in (None, False):
             raise ConfigError(f"--fit-on names the hardware and plans analytically; leave out --{name}")
     if limited != (args.tokens is not None):
@@ -262,7 +293,9 @@ def _measured(path: Path | None, args: argparse.Namespace, bindings: list[str]) 
             f"--measured reads the profile of a run; name its folder{'' if path is None else f', not {path}'}"
         )
     changes = [f"--gin.{bindings[0].partition(' =')[0]}"] if bindings else []
-    others = "mesh pipeline devices distributed tokens price watts search write compiles compare fit-on days budget"
+    others = (
+        "mesh pipeline devices distributed tokens price watts search write compiles compare fit-on days budget loads"
+    )
     names = [*others.split(), *(name for name, _, _ in RESTARTS)]
     changes += [f"--{name}" for name in names if getattr(args, name.replace("-", "_")) not in (None, False)]
     if changes:

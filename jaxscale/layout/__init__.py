@@ -8,7 +8,7 @@ from jaxscale.layout.host import DEVICE, HOST, host_memory_or_say, why_no_host_m
 from jaxscale.layout.layout import Layout, constrain, current, fill, filled_shape, in_use, say_once, unfill
 from jaxscale.layout.mesh import make_mesh, parse_mesh, simulate_devices
 from jaxscale.layout.pipeline import Pipeline
-from jaxscale.layout.rules import PRESETS, Rules, preset, shared_rows
+from jaxscale.layout.rules import PRESETS, Rules, experts_as, preset, shared_rows
 from jaxscale.layout.schedules import SCHEDULES
 from jaxscale.layout.table import Simulation, Table, simulate
 from jaxscale.layout.tensors import (
@@ -29,15 +29,15 @@ __all__ = [
     "Boxes",
     "DEVICE",
     "HOST",
-    "MESH_AXES",
-    "PRESETS",
     "Inferred",
-    "STACKED",
-    "SCHEDULES",
     "Layout",
+    "MESH_AXES",
     "Move",
+    "PRESETS",
     "Pipeline",
     "Rules",
+    "SCHEDULES",
+    "STACKED",
     "Simulation",
     "Table",
     "TensorInfo",
@@ -49,6 +49,7 @@ __all__ = [
     "current",
     "describe",
     "draw",
+    "experts_as",
     "fill",
     "filled_notes",
     "filled_shape",

@@ -208,3 +208,39 @@ def shared_rows(rules: str = "fsdp_tensor") -> Rules:
     base = preset(rules)
     rows = {axis: [m for m in base.target("activations", axis) if m != "replica"] for axis in ("batch", "expert_batch")}
     return dataclasses.replace(base, activations={**base.activations, **{a: tuple(m) for a, m in rows.items()}})
+
+
+EXPERTS: dict[str, dict[str, Target]] = {
+    "sent": {},
+    "split": {"experts": None, "expert_mlp": ("expert", "tensor"), "expert_batch": ("replica", "data", "fsdp")},
+    "gathered": {"experts": None},
+}
+"""Ways to compute experts that are stored over `expert`, as changes to a preset's rules for activations."""
+
+
+@register
+def experts_as(way: str = "gathered", rules: str = "fsdp_tensor") -> Rules:
+    """Return a preset's rules with experts computed another way, and all parameters where the preset has them.
+
+    A run or a checkpoint goes from one to another without moving a weight (Tutel, Hwang et al. 2023, arXiv:2206.03382);
+    weights that a layer uses otherwise than they are stored are resharded while it uses them.
+
+    Args:
+      way: "sent": tokens are sent to the devices of their experts, as in the preset; "split": each device along
+        `expert` computes a part of the hidden layer of every expert, for the tokens of all of them; "gathered": experts
+        are gathered along `expert` for use, as FSDP gathers weights, and no token is sent. With the last two every
+        device has as many rows, whatever the experts' loads.
+      rules: the preset's name.
+
+    Raises:
+      LayoutError: no such way, no such preset, or a preset that shards experts by other axes than `expert`.
+    """
+    if way not in EXPERTS:
+        raise LayoutError(f"experts_as.way = {way!r}: must be one of {', '.join(EXPERTS)}")
+    base = preset(rules)
+    for kind in ("params", "activations"):
+        if base.target(kind, "experts") != ("expert",):
+            raise LayoutError(
+                f"experts_as(rules={rules!r}) needs rules that shard experts over 'expert' alone, such as 'fsdp_tensor'"
+            )
+    return dataclasses.replace(base, activations={**base.activations, **EXPERTS[way]})

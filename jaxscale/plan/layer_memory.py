@@ -19,6 +19,7 @@ from jaxscale.layout import Layout, TensorInfo, as_used
 from jaxscale.layout.rules import Kind
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import GatherAttention, MemoryPolicy
+from jaxscale.plan.expert_loads import dispatcher_of, sent_axes
 from jaxscale.plan.heap import Buffer, SteadyHeap
 from jaxscale.step import Blueprint, TrainConfig
 
@@ -94,6 +95,7 @@ class LayerBytes:
       tile: the share of the sequence that the feed-forward layer computes at a time.
       rows: in a layer of experts, tokens sorted by expert, with a copy for each expert of a token; else 0.
       sent: the same rows after the all-to-all to the experts' devices, as many as may arrive; 0 without one.
+      tokens: tokens of other devices, before they are copied for each of their experts; 0 without such a buffer.
       keys: keys of the whole sequence, where each device gathers them (values take as much); else 0.
     """
 
@@ -104,6 +106,7 @@ class LayerBytes:
     tile: float
     rows: int = 0
     sent: int = 0
+    tokens: int = 0
     keys: int = 0
 
     @classmethod
@@ -122,7 +125,7 @@ class LayerBytes:
         """
         policy = MemoryPolicy.of(model.memory)
         tensors = model.activations(rows, seq, layer)
-        tensors, sorted_rows, sent = _dispatched(model.layer_mlps()[layer], model.sizes.width, tensors, layout)
+        tensors, sorted_rows, sent, unsent = _dispatched(model.layer_mlps()[layer], model.sizes.width, tensors, layout)
         sizes = {name: sum(local_bytes(i, layout) for i in infos) for name, infos in tensors.items()}
         whole = local_bytes(dataclasses.replace(tensors["residual"][0], axes=("batch", "seq", "embed")), layout)
         gathered = whole if whole > sizes["residual"] else 0
@@ -140,6 +143,7 @@ class LayerBytes:
             min(1.0, policy.tile_size / seq) if "mlp_hidden" in policy.tile else 1.0,
             sorted_rows,
             sent,
+            unsent,
             local_bytes(tensors["qkv"][1], layout) * layout.split("seq") * isinstance(model.attention, GatherAttention),
         )
 
@@ -154,30 +158,28 @@ class LayerBytes:
         return self.tensors["residual"]
 
 
-def _dispatched(moe: Any, width: int, tensors: Mapping[str, Any], layout: Layout) -> tuple[dict[str, Any], int, int]:
-    """Return a layer's tensors with experts' rows at their capacity, bytes of `LayerBytes.rows`, and of `sent`.
+def _dispatched(
+    moe: Any, width: int, tensors: Mapping[str, Any], layout: Layout
+) -> tuple[dict[str, Any], int, int, int]:
+    """Return a layer's tensors with as many rows of experts as its dispatcher's buffers have, and the bytes of these.
 
-    Dropless experts have buffers for the worst case: every token of every device that sends to them.
+    The bytes are those of `LayerBytes.rows`, `LayerBytes.sent` and `LayerBytes.tokens`.
     """
     of_experts = [i for i in tensors["mlp_hidden"] if "expert_mlp" in i.axes]
     if not of_experts:
-        return dict(tensors), 0, 0
+        return dict(tensors), 0, 0, 0
     hidden = of_experts[0]
-    dropless = moe.capacity is None
-    tokens = {m for a in ("expert_batch", "expert_seq") for m in layout.resolved_rules.target("activations", a)}
-    sent = math.prod(layout.sizes[m] for m in layout.resolved_rules.target("activations", "experts") if m in tokens)
-    local_experts = moe.experts // layout.split("experts")
-    capacity = sent * min(moe.top_k, local_experts) / moe.top_k if dropless and sent > 1 else 1
+    held = dispatcher_of(moe).rows(sent_axes(layout), moe.top_k, moe.experts // layout.split("experts"))
 
     def at_capacity(i: TensorInfo) -> TensorInfo:
         if "expert_mlp" not in i.axes:
             return i
-        return dataclasses.replace(i, shape=(i.shape[0], int(i.shape[1] * capacity), i.shape[2]))
+        return dataclasses.replace(i, shape=(i.shape[0], int(i.shape[1] * held.multiplied), i.shape[2]))
 
     buffers = {name: tuple(map(at_capacity, infos)) for name, infos in tensors.items()}
     one = TensorInfo("rows", (*hidden.shape[:2], width), hidden.dtype, (*hidden.axes[:2], "embed"))
     rows = local_bytes(one, layout)
-    return buffers, rows, int(rows * capacity) if sent > 1 else 0
+    return buffers, int(rows * held.sorted), int(rows * held.received), int(rows * held.tokens)
 
 
 def saved_on_device(policy: MemoryPolicy, layers: Mapping[str, int]) -> set[str]:
@@ -301,6 +303,7 @@ def _feed_backward(heap: SteadyHeap, layer: LayerBytes) -> None:
     up, hidden = tile(layer.tensors["mlp_up"]), tile(layer.tensors["mlp_hidden"])
     held = [heap.take("gathered", tile(layer.gathered))]
     held += [heap.take("rows, sorted", layer.rows), heap.take("rows, sent", layer.sent)]
+    held.append(heap.take("tokens of other devices", layer.tokens))
     moved = [heap.take("rows in all-to-all", layer.sent or layer.rows) for _ in range(3)]
     weights = [heap.take(w.name, w.used) for w in layer.feed]
     # One of gate, up and their cotangents reuses the memory of another; fusion decides which, and whether two do.
@@ -309,6 +312,7 @@ def _feed_backward(heap: SteadyHeap, layer: LayerBytes) -> None:
     heap.drop(*moved)
     held.append(heap.take("gathered cotangent", tile(layer.gathered)))
     held += [heap.take("rows' cotangents", layer.rows), heap.take("rows' cotangents, sent", layer.sent)]
+    held.append(heap.take("cotangents of tokens of other devices", layer.tokens))
     held += [heap.take("mlp_hidden", hidden)] + [heap.take("cotangent of mlp_up", hidden) for _ in range(gates - 1)]
     heap.drop(*weights, *([] if layer.rows else reused[:1]))  # ragged products are not fused with anything
     projected = layer.sent or layer.rows or tile(layer.gathered or layer.stream)

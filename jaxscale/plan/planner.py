@@ -17,6 +17,7 @@ from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.hardware import Topology, topology
 from jaxscale.layout import Layout
 from jaxscale.layout.mesh import parse_mesh
+from jaxscale.nn import MixtureOfExperts
 from jaxscale.plan.budget import Budget, budget_of
 from jaxscale.plan.by_tracing import traced_plan, with_traced_memory
 from jaxscale.plan.collectives import Collective, collectives
@@ -24,6 +25,7 @@ from jaxscale.plan.communication import partition, sized
 from jaxscale.plan.compile import bytes_needed, bytes_of, compile_step
 from jaxscale.plan.covered import NotCovered, check_attention, covered
 from jaxscale.plan.error_bars import ErrorBar, error_bar, time_error_bar, unusual
+from jaxscale.plan.expert_loads import EVEN, Loads, SlowestRows, slowest_rows
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.partition import Partitioned
 from jaxscale.plan.printing import Printable
@@ -33,7 +35,7 @@ from jaxscale.plan.scopes import share_in
 from jaxscale.plan.slow_links import simulated_notes, wire_notes
 from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.waterfall import step_terms
-from jaxscale.plan.work import work_of
+from jaxscale.plan.work import waited_for, work_of
 from jaxscale.renamed import renamed
 from jaxscale.step import TrainConfig, blueprint_of, check, check_quickly
 from pallas_kernels.aot import GPUS, why_no_gpu, why_no_tpu
@@ -186,6 +188,7 @@ def plan_for(
     watts: float | None = None,
     restarts: Restarts | None = None,
     compile: str = "auto",
+    loads: Loads | None = None,
 ) -> Plan:
     """Plan a run: memory, FLOPs, traffic and time of a step, and the cost of training on a number of tokens.
 
@@ -202,9 +205,12 @@ def plan_for(
       watts: power of one device; by default from its data sheet.
       restarts: rate of failures and speed of checkpoints; by default as in Llama 3's run.
       compile: "auto", "never" or "always".
+      loads: of the model's experts, for the time of a step, in which all devices wait for the one whose experts have
+        the most rows; by default every expert has as many, and no tile of a kernel is filled up.
 
     Raises:
-      ConfigError: the run has no layout, training would refuse it, or an argument is out of range.
+      ConfigError: the run has no layout, training would refuse it, or an argument is out of range; loads of a model
+        without experts, with other numbers of them, or that no formula covers.
       LayoutError: the topology is unknown, an array cannot be laid out, or no compiler for `compile="always"`.
     """
     if not isinstance(config, TrainConfig):
@@ -222,7 +228,7 @@ def plan_for(
     method = "formulas"
     try:
         memory = estimate(config, target)
-        work, traced = traced_work(config, target, memory)
+        work, traced = traced_work(config, target, memory, loads)
         memory, method = with_traced_memory(memory, config, target, traced)
         if method == "traced":
             reasons = " and ".join(unusual(config, target))
@@ -231,6 +237,8 @@ def plan_for(
         _check_as_training(config, target)
         raise
     except NotCovered as e:
+        if loads is not None:
+            raise ConfigError(f"{e.why}, and so none covers its loads of experts; leave loads out") from None
         _check_as_training(config, target)
         memory, work = traced_plan(config, target)
         method, notes = "traced", (f"{e.why}: they are those of the traced step", *_branches(work))
@@ -238,7 +246,10 @@ def plan_for(
             notes = (*notes, "the time that pipeline stages wait for each other is not counted")
     compiled, basis = None, "analytic, as requested"
     if compile != "never":
-        compiled, basis = (_compiled(config, target, work), "compiled") if why is None else (None, f"analytic: {why}")
+        exchanged = 1.0 if loads is None else slowest_of(config, target, loads).exchanged
+        compiled, basis = None, f"analytic: {why}"
+        if why is None:
+            compiled, basis = _compiled(config, target, work, exchanged), "compiled"
     bar = error_bar(config, target, memory.device, method)
     time_bar = time_error_bar(config, target)
     about_memory = str(bar) if compiled is None else _compared_with_compiled(compiled, memory, bar, target)
@@ -246,6 +257,8 @@ def plan_for(
     if work.uncounted:
         notes = (*notes, f"communication of {', '.join(work.uncounted)} over sharded dimensions is not counted")
     step = step_time(work, target)
+    if loads is not None:
+        notes = (*notes, _about_loads(loads, slowest_of(config, target, loads)))
     notes = (*notes, *_notes(config, target, step))
     plan = Plan(config, target, memory, work, step, compiled, basis, None, notes, bar, time_bar)
     return with_budget(plan, tokens, price, watts, restarts)
@@ -261,7 +274,9 @@ def _compared_with_compiled(compiled: Compiled, memory: Estimate, bar: ErrorBar,
     return f"the compiled step takes {ratio:.2f} times the predicted memory, {within} the error bar ({ends}){why}"
 
 
-def traced_work(config: TrainConfig, target: Topology, memory: Estimate) -> tuple[Work, Partitioned]:
+def traced_work(
+    config: TrainConfig, target: Topology, memory: Estimate, loads: Loads | None = None
+) -> tuple[Work, Partitioned]:
     """Return a step's work, and its traced program.
 
     Collectives and the optimizer's matrix products come from the traced program, the rest from formulas.
@@ -270,15 +285,41 @@ def traced_work(config: TrainConfig, target: Topology, memory: Estimate) -> tupl
       config: the run's settings, with a mesh without -1.
       target: the hardware.
       memory: `jaxscale.plan.estimate` of the same run and hardware.
+      loads: as for `plan_for`.
 
     Raises:
       NotCovered: no formula covers the run.
+      ConfigError: as `plan_for`, for loads.
     """
     check_attention(covered(config), _layout(config))
     traced = partition(config, target)
     sent = as_compiled(traced.collectives, target)
-    work = work_of(config, _layout(config), memory, sent, traced.flops_within("optimizer"))
+    slowest = EVEN if loads is None else slowest_of(config, target, loads)
+    work = work_of(config, _layout(config), memory, sent, traced.flops_within("optimizer"), slowest)
     return dataclasses.replace(work, uncounted=traced.without_rule), traced
+
+
+def slowest_of(config: TrainConfig, target: Topology, loads: Loads) -> SlowestRows:
+    """Return what loads of a run's experts cost the slowest device.
+
+    Args:
+      config: the run's settings, with a mesh without -1.
+      target: the hardware.
+      loads: the loads.
+
+    Raises:
+      ConfigError: the model has no experts, or another number of them.
+    """
+    model, layout = covered(config), _layout(config)
+    layers = [mlp for mlp in model.layer_mlps() if isinstance(mlp, MixtureOfExperts)]
+    if not layers:
+        raise ConfigError(
+            f"loads = {loads.name} are of experts, and {type(model.mlp).__name__} has none; leave them out"
+        )
+    tokens = config.micro_batch * config.seq_len // (layout.split("expert_batch") * layout.split("expert_seq"))
+    if layout.stages > 1:
+        tokens //= layout.schedule.microbatches_of(layout.stages, config.micro_batch, layout.split("batch"))
+    return slowest_rows(loads, layers[-1], tokens, model.sizes.width, layout, target.chip, model.dtype)
 
 
 def on_hardware(config: TrainConfig, target: Topology) -> TrainConfig:
@@ -351,15 +392,23 @@ def _check_as_training(config: TrainConfig, target: Topology) -> None:
     check(dataclasses.replace(config, layout=_layout(config).abstract(kind=next(iter(target.chip.kinds), None))))
 
 
-def _compiled(config: TrainConfig, target: Topology, work: Work) -> Compiled:
+def _compiled(config: TrainConfig, target: Topology, work: Work, exchanged: float = 1.0) -> Compiled:
     began = time.perf_counter()
     try:
         program = compile_step(config, target.name)
     except jax.errors.JaxRuntimeError as e:
         return Compiled(bytes_needed(e), None, time.perf_counter() - began)
     seconds = time.perf_counter() - began
-    sent = tuple(map(_averaged, collectives(program, work.sizes, work.crosses)))
+    sent = tuple(waited_for(_averaged(c), exchanged) for c in collectives(program, work.sizes, work.crosses))
     return Compiled(bytes_of(program), step_time(dataclasses.replace(work, collectives=sent), target), seconds)
+
+
+def _about_loads(loads: Loads, slowest: SlowestRows) -> str:
+    """A note on what loads of experts cost the slowest device."""
+    return (
+        f"with loads of experts '{loads.name}' the slowest device takes {slowest.used:.2f} times the mean rows and "
+        f"multiplies {slowest.multiplied:.2f} times, tiles filled up; its buffers hold {slowest.held:.2f} times"
+    )
 
 
 def _averaged(c: Collective) -> Collective:

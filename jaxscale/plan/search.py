@@ -30,6 +30,7 @@ from jaxscale.plan.collectives import Collective
 from jaxscale.plan.communication import partition
 from jaxscale.plan.covered import NotCovered, covered
 from jaxscale.plan.error_bars import error_bar
+from jaxscale.plan.expert_loads import Loads
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.planner import Plan, check_trainable, plan_for, traced_work, why_not_compiled, with_budget
 from jaxscale.plan.printing import Printable, table_of
@@ -124,6 +125,7 @@ def search(
     compiles: int = COMPILES,
     within: float = 1.25,
     tracing: float = TRACING,
+    loads: Loads | None = None,
     tell: Tell = silent,
     tokens: float | None = None,
     price: float | None = None,
@@ -139,6 +141,7 @@ def search(
       compiles: most programs to compile.
       within: the front has candidates up to this many times slower than the fastest.
       tracing: seconds after which no further step is traced, for a run that no formula covers.
+      loads: of the model's experts, as for `plan_for`.
       tell: progress callback: called with the activity, the number done, and the total (0 if unknown).
       tokens: as for `plan_for`, for the winner.
       price: as for `plan_for`, for the winner.
@@ -164,6 +167,8 @@ def search(
         method = "formulas"
     except NotCovered as e:
         method = e.why
+        if loads is not None:
+            raise ConfigError(f"{e.why}, and so none covers its loads of experts; leave loads out") from None
     if target.slices > 1 and config.layout.across is None:  # type: ignore[union-attr]
         raise LayoutError(
             f"{target.name} has {target.slices} slices: name the mesh axis that spans them, as Layout.across = 'data'"
@@ -175,7 +180,7 @@ def search(
         raise refusal
     traced_in, refused_by_layers = None, 0
     if method == "formulas":
-        fitting_candidates, worked_out, fitting = _walk(allowed, target, within, tell)
+        fitting_candidates, worked_out, fitting = _walk(allowed, target, within, tell, loads)
     else:
         fitting_candidates, worked_out, fitting, refused_by_layers, traced_in = walk_traced(
             allowed, target, within, tell, tracing
@@ -184,7 +189,7 @@ def search(
     done: dict[int, FittingCandidate] = {}
     refused: list[str] = []
     if compile != "never" and why is None:
-        done, refused = _compile(best, target, compiles, tell)
+        done, refused = _compile(best, target, compiles, tell, loads)
     best = tuple(done.get(i, f) for i, f in enumerate(best))
     plans = [f.plan for f in best if f.plan is not None]
     fits = [plan for plan in plans if plan.fits]
@@ -195,7 +200,7 @@ def search(
     if fits:
         winner = min(fits, key=lambda plan: plan.best.total)
     else:
-        winner = plan_for(best[0].candidate.config, target, compile="never")
+        winner = plan_for(best[0].candidate.config, target, compile="never", loads=loads)
     basis = "compiled" if plans else "analytic, as requested" if why is None else f"analytic: {why}"
     if refused:
         basis = f"{'compiled' if plans else 'analytic'}; the compiler refused {len(refused)}, first {refused[0]}"
@@ -231,7 +236,7 @@ def _trainable(every: Sequence[Candidate]) -> tuple[list[Candidate], JaxscaleErr
 
 
 def _walk(
-    every: Sequence[Candidate], target: Topology, within: float, tell: Tell
+    every: Sequence[Candidate], target: Topology, within: float, tell: Tell, loads: Loads | None
 ) -> tuple[list[FittingCandidate], int, int]:
     """Evaluate candidates by formulas, in the order of their lower bounds (see the module's docstring).
 
@@ -276,7 +281,7 @@ def _walk(
                         sent[layout_of(c)] = _sends_at_least(c, target)
                     heapq.heappush(bounds, (_at_least(c, target, sent[layout_of(c)]), at, True))
             elif not any(f.step.total <= bound and f.bytes <= least[at] for f in results):
-                work, traced = traced_work(c.config, target, estimates[at])
+                work, traced = traced_work(c.config, target, estimates[at], loads)
                 memory, method = with_traced_memory(estimates[at], c.config, target, traced)
                 if method == "traced":
                     sizes[at] = error_bar(c.config, target, memory.device, method).bytes(memory.device)[1]
@@ -313,7 +318,7 @@ def _sends_at_least(c: Candidate, target: Topology) -> tuple[Collective, ...]:
 
 
 def _compile(
-    best: Sequence[FittingCandidate], target: Topology, compiles: int, tell: Tell
+    best: Sequence[FittingCandidate], target: Topology, compiles: int, tell: Tell, loads: Loads | None
 ) -> tuple[dict[int, FittingCandidate], list[str]]:
     """Compile the front from the fastest on, as long as the next candidate could still be the fastest.
 
@@ -333,7 +338,7 @@ def _compile(
             continue
         tell(f"compiling {layout_of(f.candidate)}", len(done), min(compiles, len(best)))
         try:
-            plan = plan_for(f.candidate.config, target, compile="always")
+            plan = plan_for(f.candidate.config, target, compile="always", loads=loads)
         except (JaxscaleError, KernelError, jax.errors.JaxRuntimeError) as e:
             refused.append(f"{layout_of(f.candidate)} ({(str(e).strip() or type(e).__name__).splitlines()[0][:200]})")
             continue

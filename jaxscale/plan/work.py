@@ -24,6 +24,7 @@ from jaxscale.nn.flash import key_heads_read
 from jaxscale.parallel.pipeline import assign
 from jaxscale.plan.collectives import Collective
 from jaxscale.plan.covered import covered, covered_model
+from jaxscale.plan.expert_loads import EVEN, SlowestRows
 from jaxscale.plan.memory import Estimate, _extra_flops
 from jaxscale.plan.roofline import Op, Work
 from jaxscale.step import TrainConfig, describe_model, replicas_of, token_loss
@@ -105,6 +106,7 @@ def work_of(
     memory: Estimate,
     collectives: Sequence[Collective],
     update: Mapping[str, float] | None = None,
+    slowest: SlowestRows = EVEN,
 ) -> Work:
     """Return the work of a run's step, the input of `step_time`.
 
@@ -114,20 +116,23 @@ def work_of(
       memory: `jaxscale.plan.estimate` of the run.
       collectives: the collectives of a step.
       update: FLOPs of the optimizer's own products on a device, by dtype (`jaxscale.plan.partition`).
+      slowest: rows of experts on the device that the others wait for; by default all have as many, and no tile is
+        filled up.
 
     Raises:
       LayoutError: more stages than layers, or a batch that the pipeline schedule does not divide.
     """
     model = covered(config)
     at = _Place.of(config, layout)
-    ops = [*_multiplied(config, at), *_attended(config, at), *_between(config, at), _update(config, memory)]
+    ops = [*_multiplied(config, at, slowest), *_attended(config, at), *_between(config, at, slowest.held)]
+    ops.append(_update(config, memory))
     ops += [
         Op("update's products", "matmul", flops, 0.0, dtype, staged=False, optimizer=True)
         for dtype, flops in (update or {}).items()
     ]
     return Work(
         tuple(op for op in ops if op.flops or op.bytes),
-        tuple(collectives),
+        tuple(waited_for(c, slowest.exchanged) for c in collectives),
         layout.sizes,
         model.flops(config.batch_size, config.seq_len),
         config.batch_size * config.seq_len,
@@ -136,6 +141,13 @@ def work_of(
         2.0 * memory.host,
         crosses=layout.across,
     )
+
+
+def waited_for(collective: Collective, rows: float) -> Collective:
+    """Return a ragged exchange with the bytes of the device that has `rows` times the mean, and others unchanged."""
+    if rows == 1.0 or "ragged_all_to_all" not in collective.name:
+        return collective
+    return dataclasses.replace(collective, payload=round(collective.payload * rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,14 +221,15 @@ def _bubble(schedule: Pipeline, stages: int, microbatches: int, again: float, al
     return simulated.bubble if alone else simulated.lockstep_bubble  # collectives inside layers keep stages in lockstep
 
 
-def _multiplied(config: TrainConfig, at: _Place) -> list[Op]:
+def _multiplied(config: TrainConfig, at: _Place, slowest: SlowestRows) -> list[Op]:
     model: TransformerConfig = config.model  # type: ignore[assignment]
     size, tokens = jnp.dtype(model.dtype).itemsize, config.batch_size * config.seq_len
     ops = []
     for p in products(model, config.seq_len):
         depth = () if p.name == "logits" else ("layers",)
         spread = ("expert_batch", "expert_seq", "experts") if p.weights > 1 else ("batch", "seq")
-        rows = tokens * p.rows
+        used, multiplied = (slowest.used, slowest.multiplied) if p.weights > 1 else (1.0, 1.0)
+        rows = tokens * p.rows * used
         whole = {"inner": rows * p.inner, "outer": rows * p.outer}
         cut = at.share_of(p, *spread, *depth)
         plain = at.share(*spread, *depth)
@@ -227,7 +240,7 @@ def _multiplied(config: TrainConfig, at: _Place) -> list[Op]:
             Op(
                 p.name,
                 "experts" if p.weights > 1 else "matmul",
-                tokens * p.flops * cut * at.passes(p.name),
+                tokens * p.flops * multiplied * cut * at.passes(p.name),
                 p.layers * moved * size * at.passes(p.name),
                 model.dtype,
                 p.name != "logits",
@@ -277,7 +290,7 @@ def _attended(config: TrainConfig, at: _Place) -> list[Op]:
     return [*ops, Op("softmax", "memory", 0, softmax, model.dtype)]
 
 
-def _between(config: TrainConfig, at: _Place) -> list[Op]:
+def _between(config: TrainConfig, at: _Place, held: float) -> list[Op]:
     """Operations between products: elements that a fused pass reads and writes, in the forward and backward passes."""
     model: TransformerConfig = config.model  # type: ignore[assignment]
     z, size = model.sizes, jnp.dtype(model.dtype).itemsize
@@ -297,7 +310,7 @@ def _between(config: TrainConfig, at: _Place) -> list[Op]:
     for p in products(model, config.seq_len):
         if p.name == "mlp_down":
             spread = ("expert_batch", "expert_seq", "experts") if p.weights > 1 else ("batch", "seq")
-            rows = tokens * p.rows * p.layers * at.share(*spread, "layers")
+            rows = tokens * p.rows * p.layers * at.share(*spread, "layers") * (held if p.weights > 1 else 1.0)
             gates = 1 + gated(model.mlp)
             elements["gates"] += (gates + 1) * rows * p.inner * at.share_of(p, *spread) / at.share(*spread)
             elements["dispatch"] += 4 * rows * z.width if p.weights > 1 else 0.0  # sent to experts and back

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxscale.errors import ConfigError, LayoutError
-from jaxscale.layout import Layout, Rules, abstract, constrain, preset
+from jaxscale.layout import Layout, Rules, abstract, constrain, experts_as, preset, shardings_of
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import GELU, ClampedSwiGLU, ExpertChoiceRouter, MixtureOfExperts, ReGLU, SigmoidRouter, SoftmaxRouter
 from jaxscale.parallel import Capacity, Choices
@@ -179,9 +179,13 @@ LAYOUTS = {
     "split": Layout("expert=2,tensor=2,fsdp=2", SPLIT),
     "replicated": Layout("data=2,expert=2", "replicated"),
     "zero2": Layout("data=2,expert=2,tensor=2", "zero2"),
+    "experts gathered": Layout("expert=2,fsdp=2,tensor=2", experts_as("gathered")),
+    "experts split": Layout("expert=2,fsdp=2,tensor=2", experts_as("split")),
 }
 PAIRS = [
     ("mixtral", "expert"),
+    ("mixtral", "experts gathered"),
+    ("deepseek_v3", "experts split"),
     ("mixtral", "fsdp"),
     ("mixtral", "folded"),
     ("mixtral", "split"),
@@ -197,13 +201,28 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("name, layout", short(5, PAIRS), ids=[" on ".join(p) for p in PAIRS])
+@pytest.mark.parametrize("name, layout", short(7, PAIRS), ids=[" on ".join(p) for p in PAIRS])
 def test_a_layer_is_the_same_on_every_layout(name, layout):
     want, got = _run(name, None), _run(name, LAYOUTS[layout])
     np.testing.assert_array_equal(got[3], want[3], err_msg="other experts were chosen")
     assert_leaves_agree(got[0], want[0], what="outputs")
     assert_leaves_agree(got[1], want[1], what="statistics")
     assert_leaves_agree(got[2], want[2], what="gradients")
+
+
+def test_experts_are_computed_another_way_with_every_array_where_it_was():
+    """Tutel's switch: stored weights, gradients and optimizer state keep their buffers; only their use differs."""
+    _, infos = abstract(lambda: LAYERS["mixtral"](WIDTH, HIDDEN, rngs=nnx.Rngs(0)))
+    sent, *others = (Layout("expert=2,fsdp=2,tensor=2", experts_as(way)) for way in ("sent", "gathered", "split"))
+    for kind in ("params", "grads", "opt_state"):
+        stored = shardings_of(infos, sent, kind)
+        for layout in others:
+            assert shardings_of(infos, layout, kind) == stored
+            assert layout.resolved_rules.activations != sent.resolved_rules.activations
+    with raises_saying(LayoutError, "'folded'", "such as 'fsdp_tensor'"):
+        experts_as(rules="folded")
+    with raises_saying(LayoutError, "sent, split, gathered"):
+        experts_as("moved")
 
 
 def test_slots_go_to_first_choices_first_and_then_by_position():

@@ -1,6 +1,6 @@
 """How tokens get to the devices of their experts, and outputs back: a file per method."""
 
-from jaxscale.parallel.dispatch.base import Dispatcher, ExpertAxes
+from jaxscale.parallel.dispatch.base import Dispatcher, ExpertAxes, Rows
 from jaxscale.parallel.dispatch.dropless import DroplessDispatch, wire_rows
 from jaxscale.parallel.dispatch.gathered import AllGatherDispatch
 from jaxscale.parallel.dispatch.hierarchical import HierarchicalDispatch
@@ -15,6 +15,7 @@ __all__ = [
     "DroplessDispatch",
     "ExpertAxes",
     "HierarchicalDispatch",
+    "Rows",
     "SlotDispatch",
     "Slots",
     "wire_rows",

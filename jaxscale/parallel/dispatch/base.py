@@ -5,8 +5,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -43,6 +43,25 @@ Apply = Callable[..., Array]
 expert with scales (rows, 1) and the number of rows of each expert; returns the scaled outputs, of the rows' shape."""
 
 
+class Rows(NamedTuple):
+    """Rows in a dispatcher's buffers on a device, for each row before dispatch; a token has one for each expert of it.
+
+    Args:
+      tokens: rows of tokens of several devices, not yet copied for each of their experts; 0 without such a buffer.
+      sorted: rows that are sorted by expert before the last exchange, or for the products if there is none.
+      received: rows after the last exchange; 0 without one.
+    """
+
+    tokens: float
+    sorted: float
+    received: float
+
+    @property
+    def multiplied(self) -> float:
+        """Rows of the experts' products."""
+        return self.received or self.sorted
+
+
 class Dispatcher(abc.ABC):
     """How tokens get to the devices of their experts, and the outputs back; a frozen dataclass.
 
@@ -60,6 +79,16 @@ class Dispatcher(abc.ABC):
 
         Raises:
           LayoutError: mesh axes that this way of sending does not support.
+        """
+
+    @abc.abstractmethod
+    def rows(self, sent: Mapping[str, int], top_k: int, local_experts: int) -> Rows:
+        """Return the rows of its buffers, whose sizes do not depend on the routing.
+
+        Args:
+          sent: the mesh axes that tokens are sent along and their sizes, the outermost first.
+          top_k: experts of a token.
+          local_experts: experts of a device.
         """
 
     @abc.abstractmethod

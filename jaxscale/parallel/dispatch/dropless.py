@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
-from jaxscale.parallel.dispatch.base import Apply, Dispatcher, ExpertAxes, device_of, size
+from jaxscale.parallel.dispatch.base import Apply, Dispatcher, ExpertAxes, Rows, device_of, size
 from jaxscale.parallel.dispatch.exchange import Exchange, carry, move
 from jaxscale.parallel.dispatch.payload import check_payload
 from jaxscale.parallel.dispatch.routed import Choices, Slots
@@ -37,6 +39,12 @@ class DroplessDispatch(Dispatcher):
 
     def __post_init__(self) -> None:
         check_payload(self, self.payload)
+
+    def rows(self, sent: Mapping[str, int], top_k: int, local_experts: int) -> Rows:
+        """See `Dispatcher`: a device has room for every token of every device that sends to it."""
+        if not sent:
+            return Rows(0, 1, 0)
+        return Rows(0, 1, math.prod(sent.values()) * min(top_k, local_experts) / top_k)
 
     def __call__(
         self, x: Float[Array, "b s e"], routed: Choices | Slots, local_experts: int, apply: Apply, axes: ExpertAxes

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
 
 from jaxtyping import Array, Float
 
 from jaxscale.config import register
-from jaxscale.parallel.dispatch.base import Apply, Dispatcher, ExpertAxes
+from jaxscale.parallel.dispatch.base import Apply, Dispatcher, ExpertAxes, Rows
 from jaxscale.parallel.dispatch.dropless import DroplessDispatch
 from jaxscale.parallel.dispatch.payload import check_payload
 from jaxscale.parallel.dispatch.routed import Choices, Slots
@@ -35,6 +37,11 @@ class AllGatherDispatch(Dispatcher):
 
     def __post_init__(self) -> None:
         check_payload(self, self.payload)
+
+    def rows(self, sent: Mapping[str, int], top_k: int, local_experts: int) -> Rows:
+        """See `Dispatcher`: every token of every device, with a row for each of its experts, whoever has them."""
+        devices = math.prod(sent.values())
+        return Rows(devices / top_k if sent else 0, devices, 0)
 
     def __call__(
         self, x: Float[Array, "b s e"], routed: Choices | Slots, local_experts: int, apply: Apply, axes: ExpertAxes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, LayoutError
-from jaxscale.parallel.dispatch.base import Apply, Dispatcher, ExpertAxes, device_of, size
+from jaxscale.parallel.dispatch.base import Apply, Dispatcher, ExpertAxes, Rows, device_of, size
 from jaxscale.parallel.dispatch.dropless import DroplessDispatch
 from jaxscale.parallel.dispatch.exchange import Exchange, carry, move
 from jaxscale.parallel.dispatch.payload import check_payload
@@ -62,6 +63,15 @@ class HierarchicalDispatch(Dispatcher):
                 f"HierarchicalDispatch.across = {self.across!r} does not shard both experts and tokens in this layout; "
                 f"use one of {', '.join(map(repr, axes.sent))}"
             )
+
+    def rows(self, sent: Mapping[str, int], top_k: int, local_experts: int) -> Rows:
+        """See `Dispatcher`: room for every token of the devices of other hosts, which `within` then sends on."""
+        if not sent:
+            return self.within.rows(sent, top_k, local_experts)
+        across = self.across or next(iter(sent))
+        hosts = sent[across]
+        inner = self.within.rows({m: n for m, n in sent.items() if m != across}, top_k, local_experts)
+        return Rows(hosts * (1 / top_k + inner.tokens), hosts * inner.sorted, hosts * inner.received)
 
     def __call__(
         self, x: Float[Array, "b s e"], routed: Choices | Slots, local_experts: int, apply: Apply, axes: ExpertAxes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -11,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxscale.config import register
-from jaxscale.parallel.dispatch.base import Apply, Dispatcher, ExpertAxes, size
+from jaxscale.parallel.dispatch.base import Apply, Dispatcher, ExpertAxes, Rows, size
 from jaxscale.parallel.dispatch.payload import check_payload
 from jaxscale.parallel.dispatch.routed import Choices, Slots
 from jaxscale.parallel.dispatch.whole_exchange import send, send_back
@@ -39,6 +40,10 @@ class SlotDispatch(Dispatcher):
 
     def __post_init__(self) -> None:
         check_payload(self, self.payload)
+
+    def rows(self, sent: Mapping[str, int], top_k: int, local_experts: int) -> Rows:
+        """See `Dispatcher`: slots are as many after the exchange as before it."""
+        return Rows(0, 1, 1 if sent else 0)
 
     def __call__(
         self, x: Float[Array, "b s e"], routed: Choices | Slots, local_experts: int, apply: Apply, axes: ExpertAxes

@@ -13,6 +13,7 @@ from jaxscale.convert.recipes.gptq import GPTQ
 from jaxscale.convert.recipes.hqq import HQQ
 from jaxscale.convert.recipes.low_rank import LowRank
 from jaxscale.convert.recipes.nearest import RoundToNearest
+from jaxscale.convert.recipes.qmoe import QMoE
 from jaxscale.convert.recipes.smoothquant import SmoothQuant
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Folding",
     "Inputs",
     "LowRank",
+    "QMoE",
     "Recipe",
     "RoundToNearest",
     "SmoothQuant",

@@ -199,18 +199,19 @@ class Folding(Recipe):
         """
 
 
-def refuse_numbers(recipe: Recipe, instead: str) -> None:
+def refuse_numbers(recipe: Recipe, instead: str, used: Sequence[str] = ()) -> None:
     """Check that a recipe without numbers of its own has its `bits`, `group` and `weights` as they come.
 
     Args:
       recipe: the recipe.
       instead: what to set, with `{name}` for the setting.
+      used: settings among them that the recipe has.
 
     Raises:
       ConfigError: one of them is set.
     """
     own = {f.name: f.default for f in dataclasses.fields(Recipe)}
-    changed = [name for name, value in own.items() if getattr(recipe, name) != value]
+    changed = [name for name, value in own.items() if name not in used and getattr(recipe, name) != value]
     if changed:
         raise ConfigError(f"{type(recipe).__name__}.{changed[0]} has no effect; {instead.format(name=changed[0])}")
 

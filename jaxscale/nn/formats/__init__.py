@@ -15,6 +15,7 @@ from jaxscale.nn.formats.sign_blocks import FewerBlocks, SignBlocks
 from jaxscale.nn.formats.sparse import Sparse
 from jaxscale.nn.formats.statsq import StatsQ
 from jaxscale.nn.formats.stored import Stored
+from jaxscale.nn.formats.ternary_code import TernaryCode
 from jaxscale.nn.formats.weight import StoredWeight
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "StatsQ",
     "Stored",
     "StoredWeight",
+    "TernaryCode",
     "WithLowRank",
     "bit_plane_product",
     "numbers_of",

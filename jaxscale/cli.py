@@ -30,6 +30,7 @@ from jaxscale.commands import (
     new,
     peers,
     plan,
+    prune,
     quantize,
     replay,
     report,
@@ -51,7 +52,7 @@ from pallas_kernels.errors import KernelError
 
 COMMANDS = (
     new, data, annotate, train, rl, launch, peers, sweep, laws, explain, plan, coordcheck, sample, eval, serve, import_,
-    merge, quantize, tune, fold, grow, export, report, checkpoint, replay, schedule, microbench, settings,
+    merge, quantize, tune, fold, prune, grow, export, report, checkpoint, replay, schedule, microbench, settings,
 )  # fmt: skip
 """Modules of the commands, in the order of `--help`."""
 
@@ -83,6 +84,7 @@ A configuration is a gin file; any binding in it can be changed from here:
   jaxscale merge runs/lora-1 runs/merged
   jaxscale quantize runs/demo-1 runs/demo-int4 --recipe '@GPTQ(bits=4, group=32)'
   jaxscale fold runs/demo-1 runs/folded --uses 2
+  jaxscale prune runs/experts-1 runs/fewer --experts 6
   jaxscale grow runs/small --layers 12 --out runs/large
   jaxscale export runs/merged models/qwen3
   jaxscale report runs/demo-1 runs/demo-2

@@ -32,9 +32,7 @@ def python_rows(words, counts, n):
         row = []
         for _ in range(count):
             word = next(words)
-            row += [
-                (0, 1, -1)[int(code.symbols[word, k // 16]) >> 2 * (k % 16) & 3] for k in range(code.lengths[word])
-            ]
+            row += [(0, 1, -1)[int(code.symbols[word, k // 16]) >> 2 * (k % 16) & 3] for k in range(code.lengths[word])]
         assert len(row) >= n and not any(row[n:])
         rows.append(row[:n])
     return np.array(rows).T

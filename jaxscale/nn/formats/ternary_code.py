@@ -25,12 +25,12 @@ from jaxscale.nn.weight_format import WeightFormat
 
 _ENTRIES = 2**16 - 1  # leaves of a tree with three branches: an odd number, within uint16
 _LONGEST = 64  # weights of a word; 2 bits each in the dictionary
-_LEAST = 0.7  # smaller weights than this times the row's mean are 0, however much fits (Li et al. 2016, arXiv:1605.04711)
+_LEAST = 0.7  # weights below this times the row's mean are 0, however much fits (Li et al. 2016, arXiv:1605.04711)
 _SHARE = 0.94  # of the bits are entropy, about what words of 16 bits reach
 
 
 class Dictionary(NamedTuple):
-    """A code of words of 16 bits, each for a sequence of up to 64 weights: Tunstall's, for weights that are independent.
+    """Tunstall's code of words of 16 bits, each for a sequence of up to 64 weights that are independent.
 
     Args:
       children: int32 (nodes, 3): the node after a 0, 1 or -1, or -1 - word where a sequence is complete.
@@ -110,7 +110,7 @@ class TernaryWords(Rebuilt):
         return (*self.words.shape[:-1], *self.inputs, *self.outputs)
 
     def names(self, part: str, shape: tuple[int, ...], axes: Axes) -> Axes:
-        """See `Rebuilt`: layers and experts have the kernel's axes; devices that share an expert each have its words."""
+        """See `Rebuilt`: layers and experts have the kernel's axes; devices that share an expert all have its words."""
         lead = self.words.ndim - 1
         return (*axes[:lead], *(None,) * (len(shape) - lead))
 
@@ -133,8 +133,7 @@ class TernaryWords(Rebuilt):
 @register
 @dataclasses.dataclass(frozen=True)
 class TernaryCode(WeightFormat):
-    """Experts' matrices as -1, 0 and 1 in less than one bit for each weight (QMoE, Frantar & Alistarh 2023,
-    arXiv:2310.16795).
+    """Experts' matrices as -1, 0 and 1 in less than one bit for each weight (QMoE, arXiv:2310.16795).
 
     Sequences of weights are words of 16 bits from one dictionary (here Tunstall's code), which decode exactly. Every
     matrix has the same number of bits, scales included: of each output as many weights are not 0 as make it fit.

@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
         required=True,
         metavar="RECIPE",
         help="RoundToNearest, GPTQ, AWQ, SmoothQuant, HQQ, EoRA, AllocatedBits, COMET, FlexQ, BitStack, BlockPruning, "
-        "LowRank, BCT or QMoE, as '@GPTQ(bits=4, group=64)'; also set by --gin.GPTQ.bits=4",
+        "LowRank, BCT, QMoE or D2MoE, as '@GPTQ(bits=4, group=64)'; also set by --gin.GPTQ.bits=4",
     )
     parser.add_argument("--data", metavar="GLOB", help="calibration text files (default: the run's training corpus)")
     calibration_arguments(parser)

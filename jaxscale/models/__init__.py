@@ -35,6 +35,7 @@ from jaxscale.models.presets import (
     qwen3,
     qwen3_next_80b,
     sheared_llama_1_3b,
+    smallthinker_21b,
     smollm3_3b,
 )
 from jaxscale.models.transformer import Transformer
@@ -77,5 +78,6 @@ __all__ = [
     "qwen3",
     "qwen3_next_80b",
     "sheared_llama_1_3b",
+    "smallthinker_21b",
     "smollm3_3b",
 ]

@@ -25,6 +25,7 @@ from jaxscale.nn import (
     NoFeedForward,
     NoMixer,
     QKNorm,
+    ReGLU,
     Rotary,
     SigmoidRouter,
     SinkMultiHead,
@@ -277,6 +278,33 @@ def olmo3_7b(**changes: Any) -> TransformerConfig:
         windows=(4096, 4096, 4096, None),
     )
     return _changed(config, "olmo3_7b", changes)
+
+
+@register
+def smallthinker_21b(**changes: Any) -> TransformerConfig:
+    """SmallThinker 21B-A3B (Song et al. 2025): 64 small experts that are known before attention, six per token.
+
+    Of four layers one sees all tokens and has no positions, and three see 4096 tokens.
+    """
+    mlp = MixtureOfExperts(
+        experts=64, top_k=6, router=SigmoidRouter(balanced=False), expert=ReGLU, before_attention=True
+    )
+    config = TransformerConfig(
+        depth=52,
+        vocab=151936,
+        width=2560,
+        heads=28,
+        kv_heads=4,
+        head_dim=128,
+        hidden=768,
+        mlp=mlp,
+        positions=None,
+        local_positions=Rotary(1000000.0),
+        windows=(None, 4096, 4096, 4096),
+        dtype="bfloat16",
+        memory="full",
+    )
+    return _changed(config, "smallthinker_21b", changes)
 
 
 @register

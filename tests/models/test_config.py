@@ -34,6 +34,7 @@ from jaxscale.models import (
     phi3_mini,
     qwen3,
     sheared_llama_1_3b,
+    smallthinker_21b,
     smollm3_3b,
 )
 from jaxscale.nn import (
@@ -96,6 +97,8 @@ def test_mixtures_have_the_published_numbers_of_active_parameters():
     config = deepseek_moe_16b()
     assert round(config.param_count() / 1e9, 1) == 16.4
     assert round(config.active_param_count() / 1e9, 1) == 2.8
+    assert round(smallthinker_21b().param_count() / 1e9) == 21
+    assert round(smallthinker_21b().active_param_count() / 1e9) == 3
 
 
 @pytest.mark.long

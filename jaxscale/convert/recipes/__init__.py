@@ -7,6 +7,7 @@ from jaxscale.convert.recipes.bct import BCT
 from jaxscale.convert.recipes.bit_stack import BitStack
 from jaxscale.convert.recipes.block_pruning import BlockPruning
 from jaxscale.convert.recipes.comet import COMET
+from jaxscale.convert.recipes.d2moe import D2MoE
 from jaxscale.convert.recipes.eora import EoRA
 from jaxscale.convert.recipes.flexq import FlexQ
 from jaxscale.convert.recipes.gptq import GPTQ
@@ -26,6 +27,7 @@ __all__ = [
     "BitStack",
     "BlockPruning",
     "Cost",
+    "D2MoE",
     "EoRA",
     "FlexQ",
     "Folding",

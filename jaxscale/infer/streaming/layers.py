@@ -185,19 +185,39 @@ class Layers:
         """Read arrays, or one repeat of a run's, and put them on the devices."""
         leaves, tree = jax.tree.flatten(infos)
         where = [self._device] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
-        out = []
-        for info, sharding in zip(leaves, where, strict=True):
-            out.append(jax.device_put(self._read(info, repeat), sharding))
-            with self._lock:
-                self._now += out[-1].nbytes
-                self._peak = max(self._peak, self._now)
-        jax.block_until_ready(out)
+        out = [
+            info if self.elsewhere(info) else self.put(self._read(info, repeat), sharding)
+            for info, sharding in zip(leaves, where, strict=True)
+        ]
+        jax.block_until_ready([x for x in out if not isinstance(x, TensorInfo)])
         return jax.tree.unflatten(tree, out)
 
-    def _read(self, info: TensorInfo, repeat: int | None) -> np.ndarray:
+    def put(self, array: np.ndarray, where: Any = None) -> Array:
+        """Return an array on the devices, and count its bytes.
+
+        Args:
+          array: the array.
+          where: a sharding or device; the default device by default.
+        """
+        out = jax.device_put(array, where)
+        with self._lock:
+            self._now += out.nbytes
+            self._peak = max(self._peak, self._now)
+        return out
+
+    def elsewhere(self, info: TensorInfo) -> bool:
+        """Return whether an array is not loaded with its layer: its `TensorInfo` is in its place.
+
+        Args:
+          info: of the array.
+        """
+        return False
+
+    def _read(self, info: TensorInfo, *places: int | None) -> np.ndarray:
+        """Read an array, or of its first dimensions one place each."""
         region = tuple((0, n) for n in info.shape)
-        if repeat is not None:
-            region = ((repeat, repeat + 1), *region[1:])
+        of = tuple((at, at + 1) for at in places if at is not None)
+        region = (*of, *region[len(of) :])
         array = self._source.read(self._prefix + info.path, [region])[region]
         if array.dtype != np.dtype(info.dtype) or array.shape != tuple(b - a for a, b in region):
             raise CheckpointError(
@@ -208,6 +228,8 @@ class Layers:
 
     def _delete(self, params: Tree) -> None:
         for x in jax.tree.leaves(params):
+            if isinstance(x, TensorInfo):
+                continue
             with self._lock:
                 self._now -= x.nbytes
             x.delete()

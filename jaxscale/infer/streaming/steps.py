@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -16,10 +17,12 @@ from jaxscale.infer.engine import Cached, FirstCome
 from jaxscale.infer.engine.device import ChosenTokens, Pick, Scored, Scores, Step, Steps, next_tokens, score_tokens
 from jaxscale.infer.engine.packing import StepInputs, sampling_inputs
 from jaxscale.infer.forward import hidden_at, replicated
+from jaxscale.infer.streaming.experts import ExpertLayers, Guess, guesses_of
 from jaxscale.infer.streaming.layers import Layers, Resident
-from jaxscale.layout import Layout
+from jaxscale.layout import Layout, TensorInfo, path_name
 from jaxscale.layout.tensors import Tree
 from jaxscale.nn import Cache, Packed, Part, RunCache
+from jaxscale.nn.stats import BY_LAYER
 
 
 class Streamed(Cached):
@@ -98,7 +101,49 @@ def streamed_steps(graphdef: nnx.GraphDef[Any], layers: Layers, cache: Cache) ->
     def scored(rest: Tree, hidden: Float[Array, "b s e"], targets: Int[Array, "b s"]) -> Scored:
         return score_tokens(model_of(rest), hidden, targets)
 
+    @functools.partial(jax.jit, static_argnums=0)
+    def guessed(run: int, arrays: dict[str, Array], x: Tree, step: Packed) -> dict[int, Guess]:
+        infos = layers.infos["runs"][runs[run]]
+        params = jax.tree_util.tree_map_with_path(lambda path, i: arrays.get(path_name(path), i), infos)
+        return guesses_of(model_of({}, run, params), run, x, step)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def tried(
+        run: int, params: Tree, x: Tree, states: Tree, step: Packed, repeat: Int[Array, ""]
+    ) -> tuple[Tree, Tree, dict[int, Array]]:
+        """As `within`, with the loads of experts; the inputs stay, to compute again with other experts."""
+        model = model_of({}, run, params)
+        context = model.context(step.slots.shape[1], positions=step.positions, segment_ids=step.slots + 1)
+        run_cache = RunCache(cache, step, states)
+        own = model.runs[run]
+        x, stats = own(x, context.caching(run_cache), Part(jnp.asarray(repeat)[None]))
+        loads = {}
+        for n, block in enumerate(own.blocks):
+            if hasattr(block.mlp, "router"):
+                experts = block.mlp.config.experts
+                table = stats[f"{BY_LAYER}experts_{experts}/{experts + 2}"].reshape(-1, experts + 2)
+                loads[n] = table[own.first + repeat * len(own.blocks) + n, :experts]
+        return x, run_cache.states, loads
+
+    def with_experts(layers: ExpertLayers, states: ModelCache, inputs: StepInputs) -> tuple[Array, Array, ModelCache]:
+        x, new = before(layers.rest, inputs), list(states)
+        for run, repeat, part in layers.each():
+            leaves = jax.tree_util.tree_leaves_with_path(part)
+            arrays = {path_name(path): a for path, a in leaves if not isinstance(a, TensorInfo)}
+            keys = list(layers.infos["runs"][runs[run]]["blocks"])
+            guesses = guessed(run, arrays, x, inputs.step)
+            layers.expect(run, repeat, {keys[n]: g for n, g in guesses.items()})
+            while True:
+                own = layers.with_experts(part, run, repeat)
+                y, after_it, loads = tried(run, own, x, new[run], inputs.step, jnp.int32(repeat))
+                if layers.complete(run, repeat, {keys[n]: np.asarray(v) for n, v in loads.items()}):
+                    break
+            x, new[run] = jax.block_until_ready(y), after_it
+        return *after(layers.rest, x, inputs.columns), tuple(new)
+
     def one(params: Tree, states: ModelCache, inputs: StepInputs) -> tuple[Array, Array, ModelCache]:
+        if isinstance(layers, ExpertLayers):
+            return with_experts(layers, states, inputs)
         x, new = before(layers.rest, inputs), list(states)
         for run, repeat, part in layers.each():
             x, new[run] = within(run, part, x, new[run], inputs.step, jnp.int32(repeat))

@@ -7,6 +7,7 @@ from jaxscale.nn.formats.factored import Factors
 from jaxscale.nn.formats.float_zeros import FloatZeros
 from jaxscale.nn.formats.low_rank import WithLowRank
 from jaxscale.nn.formats.mixed_blocks import MixedBlocks
+from jaxscale.nn.formats.nested_bits import FewerBits, NestedBits
 from jaxscale.nn.formats.numbers import NumberType, numbers_of
 from jaxscale.nn.formats.packing import pack, unpack
 from jaxscale.nn.formats.presets import FORMATS, PRESETS, GroupedIntegers
@@ -24,10 +25,12 @@ __all__ = [
     "ByName",
     "Divided",
     "Factors",
+    "FewerBits",
     "FewerBlocks",
     "FloatZeros",
     "GroupedIntegers",
     "MixedBlocks",
+    "NestedBits",
     "NumberType",
     "Rebuilt",
     "SignBlocks",

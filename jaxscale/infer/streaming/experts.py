@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxscale.config import register
 from jaxscale.errors import ConfigError, check_whole
 from jaxscale.infer.streaming.layers import Layers, Resident, Source
 from jaxscale.layout import TensorInfo, path_name
@@ -46,7 +45,6 @@ class Eviction(abc.ABC):
         """
 
 
-@register
 class LeastRecent(Eviction):
     """The expert that was not chosen for longest leaves."""
 
@@ -63,7 +61,6 @@ class LeastRecent(Eviction):
         return self._last.get(key, 0)
 
 
-@register
 class RecentScores(Eviction):
     """The expert of the least average of recent scores leaves (HybriMoE's minus recent score, arXiv:2504.05897).
 

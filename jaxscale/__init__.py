@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jaxscale.version import __version__
+from pallas_kernels.cpu import avoid_fault
 
 if TYPE_CHECKING:
     from jaxscale import (
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from jaxscale.step import TrainConfig, log
     from jaxscale.sweep.comparing import curves, runs
     from jaxscale.training_session import session
+
+avoid_fault()  # of jaxlib on CPUs, before JAX starts
 
 _ROOMS = (
     "config",

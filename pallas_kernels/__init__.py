@@ -13,12 +13,15 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pallas_kernels.cpu import avoid_fault
 from pallas_kernels.errors import KernelError
 
 if TYPE_CHECKING:
     from pallas_kernels.dispatch import Choice, chosen, forget
 
 __all__ = ["Choice", "KernelError", "chosen", "forget", "parity"]
+
+avoid_fault()
 
 
 def parity(**cells: str) -> list[dict[str, str]]:

@@ -18,7 +18,7 @@ from jaxscale.infer.stages import on_stages
 from jaxscale.layout import Layout
 from jaxscale.layout.tensors import Tree
 from jaxscale.models import ModelConfig
-from jaxscale.models.base import DropsTokens, ExtendsContext, vocab_of
+from jaxscale.models.base import DropsTokens, ExtendsContext, SendsToExperts, vocab_of
 from jaxscale.nn import WeightFormat
 from jaxscale.step.state import describe_model
 from jaxscale.step.texts import check_texts, checked
@@ -87,7 +87,7 @@ def load_model(
     live = run.state is not None and step is None
     if live and layout is None:
         layout = run.config.layout
-    model = dropless(run.config.model) if generation else run.config.model
+    model = dropless(run.config.model) if generation else on_any_mesh(run.config.model)
     graphdef, infos = describe_model(for_length(model, length))
     part = None
     if weights is not None and run.config.stored is not None:
@@ -174,14 +174,31 @@ def trained_length(run: RunFolder) -> int:
 
 
 def dropless(model: ModelConfig) -> ModelConfig:
-    """Return a model config whose experts drop no tokens, with a warning if that changes it.
+    """Return a model config whose experts drop no tokens on any mesh, with a warning if that may change results.
 
     Args:
-      model: a model config; returned as it is where routers cannot work without a capacity.
+      model: a model config; capacities stay where routers cannot work without.
     """
-    if not isinstance(model, DropsTokens) or (changed := model.dropless()) == model:
+    if not isinstance(model, DropsTokens) or model.dropless() == model:
         return model
-    log.warning("experts drop no tokens in generation; in training they may have (MixtureOfExperts.capacity)")
+    limited = on_any_mesh(model)
+    if model.dropless() != limited:
+        log.warning("experts drop no tokens in generation; in training they may have (MixtureOfExperts.capacity)")
+    return model.dropless()
+
+
+def on_any_mesh(model: ModelConfig) -> ModelConfig:
+    """Return a model config with the default dispatcher to experts, since the one of training may need its mesh.
+
+    Only a dispatcher that sends codes in place of rows changes results by more than rounding; that is a warning.
+
+    Args:
+      model: a model config.
+    """
+    if not isinstance(model, SendsToExperts) or (changed := model.on_any_mesh()) == model:
+        return model
+    if model.sends_codes:
+        log.warning("experts get exact rows in inference; in training they got codes (the dispatcher's payload)")
     return changed
 
 

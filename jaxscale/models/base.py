@@ -117,7 +117,21 @@ class DropsTokens(Protocol):
     """Has experts that may drop tokens in training."""
 
     def dropless(self) -> ModelConfig:
-        """Return the config of the same model without dropped tokens; the same object if it drops none."""
+        """Return the config of the same model without dropped tokens, for every mesh; the same object if it is that."""
+        ...
+
+
+@runtime_checkable
+class SendsToExperts(Protocol):
+    """Has experts on several devices, to which a dispatcher may send tokens in a way that needs a certain mesh."""
+
+    @property
+    def sends_codes(self) -> bool:
+        """Whether a dispatcher sends codes in place of rows, which changes results by more than rounding."""
+        ...
+
+    def on_any_mesh(self) -> ModelConfig:
+        """Return the config of the same model with the default dispatcher; the same object if it has that."""
         ...
 
 

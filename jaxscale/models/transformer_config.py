@@ -207,14 +207,28 @@ class TransformerConfig:
 
     def dropless(self) -> TransformerConfig:
         """Return the config of the same model without dropped tokens, if its router does not need a capacity."""
+        return self._with_experts(MixtureOfExperts.dropless)
 
-        def dropless(mlp: Any) -> Any:
-            return mlp.dropless() if isinstance(mlp, MixtureOfExperts) else mlp
+    def on_any_mesh(self) -> TransformerConfig:
+        """Return the config of the same model whose experts have the default dispatcher."""
+        return self._with_experts(MixtureOfExperts.on_any_mesh)
 
-        blocks = tuple(dataclasses.replace(b, mlp=dropless(b.mlp)) for b in self.blocks)
-        if (dropless(self.mlp), blocks) == (self.mlp, self.blocks):
+    @property
+    def sends_codes(self) -> bool:
+        """Whether a dispatcher of its experts sends codes in place of rows."""
+        mixtures = [mlp for mlp in (self.mlp, *(b.mlp for b in self.blocks)) if isinstance(mlp, MixtureOfExperts)]
+        return any(m.dispatcher is not None and m.dispatcher.sends_codes for m in mixtures)
+
+    def _with_experts(self, change: Callable[[MixtureOfExperts], MixtureOfExperts]) -> TransformerConfig:
+        """This config with its mixtures of experts changed; the same object if they all stay equal."""
+
+        def changed(mlp: Any) -> Any:
+            return change(mlp) if isinstance(mlp, MixtureOfExperts) else mlp
+
+        blocks = tuple(dataclasses.replace(b, mlp=changed(b.mlp)) for b in self.blocks)
+        if (changed(self.mlp), blocks) == (self.mlp, self.blocks):
             return self
-        return dataclasses.replace(self, mlp=dropless(self.mlp), blocks=blocks)
+        return dataclasses.replace(self, mlp=changed(self.mlp), blocks=blocks)
 
     def idle(self, seq_len: int, layout: Layout | None) -> Iterator[tuple[str, Any, str]]:
         """Yield the settings that differ from their default and have no effect: name, value, reason.

@@ -168,10 +168,14 @@ class MixtureOfExperts:
             )
 
     def dropless(self) -> MixtureOfExperts:
-        """Return this mixture without a capacity, unless its router needs one."""
+        """Return this mixture with the default dispatcher, and without a capacity unless its router needs one."""
         if self.capacity is None or self.router.needs_capacity:
-            return self
+            return self.on_any_mesh()
         return dataclasses.replace(self, capacity=None, group=None, dispatcher=None)
+
+    def on_any_mesh(self) -> MixtureOfExperts:
+        """Return this mixture with the default dispatcher, which every mesh supports and which sends rows exactly."""
+        return self if self.dispatcher is None else dataclasses.replace(self, dispatcher=None)
 
     @property
     def gated(self) -> bool:

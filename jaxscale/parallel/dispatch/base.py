@@ -71,6 +71,12 @@ class Dispatcher(abc.ABC):
     needs_capacity: ClassVar[bool] = False
     """Whether it sends `Slots`; the others send `Choices`, and drop no token."""
 
+    @property
+    def sends_codes(self) -> bool:
+        """Whether it sends codes in place of rows, itself or a dispatcher that it uses."""
+        parts = (getattr(self, "payload", None), getattr(self, "within", None))
+        return parts[0] is not None or (isinstance(parts[1], Dispatcher) and parts[1].sends_codes)
+
     def check(self, axes: ExpertAxes) -> None:  # noqa: B027  # most support all
         """Check the mesh axes.
 

@@ -14,6 +14,8 @@ from jaxscale.commands.shared import (
     TEXT,
     accept_argument,
     cache_argument,
+    draft_arguments,
+    draft_of,
     import_argument,
     layout_arguments,
     layout_of,
@@ -76,8 +78,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON line for each completion")
     parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
     parser.add_argument("--rows", type=int, default=8, metavar="N", help="sequences generated at once (default 8)")
-    parser.add_argument("--draft", metavar="RUN", help="a run whose smaller model drafts tokens (speculative decoding)")
-    parser.add_argument("--draft-tokens", type=int, default=4, metavar="N", help="tokens per draft (default 4)")
+    draft_arguments(parser)
     parser.add_argument(
         "--stream-layers",
         choices=("host", "disk"),
@@ -160,7 +161,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     options |= dict(stream_layers=args.stream_layers, weights=weights)
     if args.kv_cache is not None:
         options["cache"] = Paged(numbers=args.kv_cache)
-    draft = None if args.draft is None else load(args.draft)
+    draft = draft_of(args)
     printer = _Printer([p if template is None or args.json else "" for p, _ in requests], args.json)
     speed = _Speed()
     for piece in pieces(trained, inputs, [s for _, s in requests], draft=draft, **options):

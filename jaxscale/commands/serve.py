@@ -16,6 +16,8 @@ from jaxscale.commands.shared import (
     TEXT,
     accept_argument,
     cache_argument,
+    draft_arguments,
+    draft_of,
     import_argument,
     say_bytes,
     weights_argument,
@@ -65,8 +67,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--pages", type=int, help="pages of the KV cache (default: enough for --rows full sequences)")
     parser.add_argument("--page", type=int, default=16, metavar="TOKENS", help="tokens per page (default 16)")
     cache_argument(parser)
-    parser.add_argument("--draft", metavar="RUN", help="a run whose smaller model drafts tokens (speculative decoding)")
-    parser.add_argument("--draft-tokens", type=int, default=4, metavar="N", help="tokens per draft (default 4)")
+    draft_arguments(parser)
     parser.add_argument(
         "--stream-layers",
         choices=("host", "disk"),
@@ -111,7 +112,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     # Before listening, so that errors of the folder come first.
     served = served_by(trained, args.name, args.length, choice=not args.neutral)
     layout = None if args.mesh is None else Layout(args.mesh)
-    draft = None if args.draft is None else load(args.draft)
+    draft = draft_of(args)
     if served.choice:
         listed = ", ".join(f"{name} {value:g}" for name, value in served.choice.items())
         print(f"jaxscale: request defaults from generation_config.json: {listed} (--neutral: none)", file=sys.stderr)

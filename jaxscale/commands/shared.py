@@ -151,6 +151,25 @@ def cache_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def draft_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of speculative decoding; `draft_of` reads the first."""
+    parser.add_argument(
+        "--draft",
+        metavar="RUN",
+        help="a run whose smaller model drafts tokens (speculative decoding), or mtp: the model's own modules of "
+        "multi-token prediction",
+    )
+    parser.add_argument("--draft-tokens", type=int, default=4, metavar="N", help="tokens per draft (default 4)")
+
+
+def draft_of(args: argparse.Namespace) -> Run | str | None:
+    """The draft of `--draft`: a run, "mtp", or `None` without the option."""
+    from jaxscale import load
+    from jaxscale.infer.steppers import MTP
+
+    return args.draft if args.draft in (None, MTP) else load(args.draft)
+
+
 def weights_of(args: argparse.Namespace, bindings: list[str]) -> WeightFormat | None:
     """The weight format of `--weights`, its fields set by the bindings; `None` without the option.
 

@@ -57,7 +57,7 @@ def generate(
     step: int | None = None,
     rows: int = 8,
     cache: Cache | None = None,
-    draft: Run | None = None,
+    draft: Run | str | None = None,
     draft_tokens: int = 4,
     stream_layers: str | None = None,
     weights: WeightFormat | None = None,
@@ -76,8 +76,9 @@ def generate(
       step: the checkpoint's step; the newest by default.
       rows: decode slots: sequences that may run at once on each of the devices that shard the batch.
       cache: the kind of KV cache; `Paged()` by default.
-      draft: the run of a smaller model with the same tokenizer that proposes tokens (speculative decoding); the output
-        is distributed alike, and identical for greedy decoding.
+      draft: the run of a smaller model with the same tokenizer that proposes tokens (speculative decoding), or "mtp"
+        for the model's own modules of multi-token prediction; the output is distributed alike, and identical for
+        greedy decoding.
       draft_tokens: how many tokens the draft proposes in a round.
       stream_layers: for models larger than the device's memory: layers wait in memory of the "host" or on "disk", and
         each is loaded while the one before computes. A warning tells the most bytes that were on the device.
@@ -184,7 +185,7 @@ def pieces(
     step: int | None = None,
     rows: int = 8,
     cache: Cache | None = None,
-    draft: Run | None = None,
+    draft: Run | str | None = None,
     draft_tokens: int = 4,
     stream_layers: str | None = None,
     weights: WeightFormat | None = None,
@@ -222,7 +223,7 @@ def pieces(
     ]
     need = max((len(i) + s.max_tokens for i, s in zip(ids, limited, strict=True)), default=1)
     rows = 1 if len(ids) == 1 else rows  # few different sizes, so that few programs are compiled
-    length = _cache_length([r.config.model for r in (run, draft) if r is not None], need, positions)
+    length = _cache_length(_models(run, draft), need, positions)
     engine, loaded = None, None
     if stream_layers is None:
         loaded = load_model(run, layout, step, generation=True, length=length, weights=weights)
@@ -301,11 +302,15 @@ def _tokenizer(run: Run, prompts: Sequence[Prompt], settings: Sequence[Sampling]
         return None
 
 
-def _positions(run: Run, draft: Run | None) -> int | None:
+def _positions(run: Run, draft: Run | str | None) -> int | None:
     """The number of learned positions of the models, if they have any."""
-    models = [r.config.model for r in (run, draft) if r is not None]
-    limits = [m.max_length for m in models if isinstance(m, LimitsLength)]
+    limits = [m.max_length for m in _models(run, draft) if isinstance(m, LimitsLength)]
     return min((n for n in limits if n is not None), default=None)
+
+
+def _models(run: Run, draft: Run | str | None) -> list[ModelConfig]:
+    """The configs of the model and of a draft of its own."""
+    return [run.config.model, *([] if draft is None or isinstance(draft, str) else [draft.config.model])]
 
 
 def _warn_length(run: Run, done: Completion, limited: Sampling, settings: Sampling, positions: int | None) -> None:

@@ -18,6 +18,9 @@ from jaxscale.nn import Cache, WeightFormat
 if TYPE_CHECKING:
     from jaxscale.run import Run
 
+MTP = "mtp"
+"""As a draft: the model's own modules of multi-token prediction."""
+
 log = logging.getLogger("jaxscale")
 
 
@@ -29,7 +32,7 @@ def stepper_of(
     rows: int = 8,
     budget: int | None = None,
     cache: Cache | None = None,
-    draft: Run | None = None,
+    draft: Run | str | None = None,
     draft_tokens: int = 4,
     stream_layers: str | None = None,
     layout: Layout | None = None,
@@ -45,7 +48,8 @@ def stepper_of(
       rows: decode slots, as in `Cached`.
       budget: as in `Cached`.
       cache: the kind of KV cache; `Paged()` by default.
-      draft: the run of a smaller model that proposes tokens (see `WithDraft`).
+      draft: the run of a smaller model that proposes tokens, or "mtp": the model's own modules of multi-token
+        prediction do (see `WithDraft`).
       draft_tokens: how many tokens the draft proposes in a round.
       stream_layers: "host" or "disk": where layers wait, to be brought to the device one by one (see `stream_model`).
       layout: with `stream_layers`: where layers are computed.
@@ -70,6 +74,10 @@ def stepper_of(
         return Streamed(graphdef, layers, layout=layout, **cached)
     assert loaded is not None
     if draft is not None:
+        if isinstance(draft, str):
+            if draft != MTP:
+                raise ConfigError(f"draft = {draft!r}: must be a run, or {MTP!r} for the model's own modules")
+            return WithDraft(loaded, None, draft_tokens=draft_tokens, **common)
         _check_same_tokenizer(run, draft)
         small = load_model(draft, loaded.layout, generation=True, length=length)
         if small.layout != loaded.layout:

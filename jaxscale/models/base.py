@@ -15,6 +15,7 @@ The module that it makes needs only parameters with axis names:
     LanguageModel         hidden, head_weight, logit_softcap    next-token objectives
     ReportsStats          hidden_and_stats                      auxiliary losses of layers (load balance)
     PredictsAhead         ahead, hidden_ahead                   multi-token prediction
+    DecodesAhead          ahead_runs, decode_ahead              its modules draft tokens
     ReordersTokens        order                                 attention on reordered sequences (zigzag)
     Stackable             runs                                  scanned stacks of layers
     Stageable             ... begin, context, layers, finish    pipeline stages
@@ -328,6 +329,30 @@ class PredictsAhead(Protocol):
           hidden: the result of `hidden`.
           tokens: for each depth k from 1 the ids of token i + k at position i.
           **inputs: `positions`, `segment_ids`, `key`, `rows` and `arranged`, as of `hidden`.
+        """
+        ...
+
+
+@runtime_checkable
+class DecodesAhead(PredictsAhead, Protocol):
+    """A language model whose modules of multi-token prediction decode with a cache, one at a time."""
+
+    @property
+    def ahead_runs(self) -> Sequence[Run]:
+        """The blocks of each module."""
+        ...
+
+    def decode_ahead(
+        self, module: int, hidden: Float[Array, "b s e"], tokens: Int[Array, "b s"], *, cache: RunCache, **inputs: Any
+    ) -> tuple[Float[Array, "b s e"], Float[Array, "b s e"]]:
+        """Return the hidden states of one module for the next one, and those that predict token i + module + 2.
+
+        Args:
+          module: its number, from 0.
+          hidden: the hidden states of the module before, or those of the model.
+          tokens: the ids of token i + module + 1 at position i.
+          cache: the cache of its blocks, updated in place.
+          **inputs: `positions` and `segment_ids`, as of `hidden`.
         """
         ...
 

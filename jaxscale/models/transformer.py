@@ -32,6 +32,7 @@ from jaxscale.nn import (
     NoFeedForward,
     NoMixer,
     Part,
+    Run,
     RunCache,
     ScalesByLength,
     Stats,
@@ -171,16 +172,44 @@ class Transformer(nnx.Module):
         states, reported = [], []
         for k, (module, ids) in enumerate(zip(self.multi_token or (), tokens, strict=True)):
             with jax.named_scope(f"multi_token/{k}"):
-                embedded = self._embedded(ids)
-                if self.config.embed_scale is not None:
-                    embedded = embedded * jnp.asarray(self.config.embed_scale, embedded.dtype)
-                hidden, stats = module(hidden, embedded, context)
-                scale = self._logit_scale
-                states.append(hidden if scale == 1 else hidden * jnp.asarray(scale, hidden.dtype))
+                hidden, stats = module(hidden, self._scaled(ids), context)
+                states.append(self._for_head(hidden))
             reported.append(stats)
         if order is not None and not arranged:
             states = arrange(states, np.argsort(order), "embed")
         return states, total(reported)
+
+    @property
+    def ahead_runs(self) -> list[Run]:
+        """The blocks of each module that predicts further tokens."""
+        return [module.run for module in self.multi_token or ()]
+
+    def decode_ahead(
+        self,
+        module: int,
+        hidden: Float[Array, "b s e"],
+        tokens: Int[Array, "b s"],
+        *,
+        positions: Int[Array, "b s"],
+        segment_ids: Int[Array, "b s"],
+        cache: RunCache,
+    ) -> tuple[Float[Array, "b s e"], Float[Array, "b s e"]]:
+        """Return one module's hidden states, with a cache, and those for the head; see `models.base.DecodesAhead`.
+
+        Args:
+          module: its number, from 0.
+          hidden: those of the module before, or the result of `hidden`.
+          tokens: the ids of token i + module + 1 at position i.
+          positions: see `hidden_and_stats`.
+          segment_ids: see `hidden_and_stats`.
+          cache: of the module's blocks.
+        """
+        assert self.multi_token is not None
+        context = self.context(hidden.shape[1], positions=positions, segment_ids=segment_ids).caching(cache)
+        with jax.named_scope(f"multi_token/{module}"):
+            embedded = self._scaled(tokens)
+            hidden, _ = self.multi_token[module](hidden.astype(embedded.dtype), embedded, context)
+        return hidden, self._for_head(hidden)
 
     # The parts of `hidden`, which pipeline stages call one by one.
 
@@ -213,6 +242,11 @@ class Transformer(nnx.Module):
                     check_positions(c, tokens.shape[1])
                 x = x + self.positions(jnp.broadcast_to(_positions_of(tokens.shape[1], positions, order), tokens.shape))
             return c.stack.enter(x)
+
+    def _scaled(self, tokens: Int[Array, "b s"]) -> Float[Array, "b s e"]:
+        """The embeddings that modules of multi-token prediction read."""
+        x, scale = self._embedded(tokens), self.config.embed_scale
+        return x if scale is None else x * jnp.asarray(scale, x.dtype)
 
     def _embedded(self, tokens: Int[Array, "b s"]) -> Float[Array, "b s e"]:
         x, share = self.embed(tokens), self.config.embed_gradient
@@ -289,14 +323,12 @@ class Transformer(nnx.Module):
         with jax.named_scope("norm"):
             c = self.config
             x = constrain(self.norm(c.stack.leave(x, jnp.dtype(c.dtype))), "batch", "seq", "embed")
-        if self._logit_scale != 1:
-            x = x * jnp.asarray(self._logit_scale, x.dtype)  # here, so that every loss and head has the factor
-        return x
+        return self._for_head(x)  # here, so that every loss and head has the factor
 
-    @property
-    def _logit_scale(self) -> float:
+    def _for_head(self, hidden: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
         c = self.config
-        return c.logit_scale * (1 if c.widening is None else c.widening.logits)
+        scale = c.logit_scale * (1 if c.widening is None else c.widening.logits)
+        return hidden if scale == 1 else hidden * jnp.asarray(scale, hidden.dtype)
 
     def order(self, seq_len: int) -> Int[np.ndarray, "s"] | None:
         """Return the position of each column, in the column order that layers need under the layout in force.

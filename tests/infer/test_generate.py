@@ -230,6 +230,16 @@ def test_a_draft_changes_no_greedy_text_and_its_acceptance_is_reported(finished_
     assert 0 <= results[0].acceptance < 1 and run.generate("a", max_tokens=1).acceptance is None
 
 
+def test_the_modules_of_a_model_draft_for_it(finished_run):
+    own = _of(finished_run, model=dataclasses.replace(CONFIG, multi_token=1), seq_len=256)
+    plain, drafted = (
+        own.generate("def ", temperature=0, max_tokens=10, ignore_end=True, draft=d) for d in (None, "mtp")
+    )
+    assert drafted.ids == plain.ids and plain.acceptance is None and 0 <= drafted.acceptance < 1
+    with raises_saying(ConfigError, "draft = 'mtb'", "'mtp'"):
+        own.generate("a", draft="mtb")
+
+
 def test_a_draft_with_another_tokenizer_is_refused(finished_run, run, tmp_path):
     pytest.importorskip("tokenizers")
     other = js.data.train_bpe(["the cat"], 260, tmp_path / "small" / "tokenizer.json")

@@ -15,15 +15,17 @@ from flax import nnx
 
 import jaxscale as js
 from jaxscale.errors import ConfigError
+from jaxscale.infer.drafters import distribution
 from jaxscale.infer.engine import Engine, Request
 from jaxscale.infer.loaded import Loaded
 from jaxscale.infer.sampling import Sampling, SamplingArrays
 from jaxscale.infer.speculative import WithDraft
-from jaxscale.infer.speculative_round import distribution, verify
+from jaxscale.infer.speculative_round import verify
 from jaxscale.layout import shardings_of
 from jaxscale.step import describe_model
 from tests.truth.compiled import nothing_is_compiled
 from tests.truth.errors import raises_saying
+from tests.truth.long import short
 from tests.truth.params import random_params
 
 LARGE = js.models.Transformer.Config(depth=2, vocab=64, width=32, heads=4, kv_heads=4, hidden=64)
@@ -198,10 +200,12 @@ def _joint(target, prompt, n, s):
     return dict(zip(texts, total, strict=True))
 
 
-def test_texts_are_distributed_as_the_large_models():
+@pytest.mark.parametrize("own", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_texts_are_distributed_as_the_large_models(own):
     """Every text of three tokens of a vocabulary of five, drawn 6000 times, against its probability."""
-    few = dict(depth=1, vocab=5, width=16, heads=2, hidden=16)
+    few = dict(depth=1, vocab=5, width=16, heads=2, hidden=16, multi_token=int(own))
     target, draft = (_loaded(js.models.Transformer.Config(**few), seed=seed) for seed in (3, 4))
+    draft = None if own else draft
     n, options = 6000, {"temperature": 3.0, "top_k": 4}
     s = Sampling(max_tokens=3, **options)
     joint = _joint(target, [1, 2], 3, s)
@@ -244,3 +248,62 @@ def test_wrong_requests_and_sizes_are_errors(large, small):
     dropping = dataclasses.replace(SMALL, mlp=js.nn.MixtureOfExperts(experts=4, capacity=1.0))
     with raises_saying(ConfigError, "capacity = 1.0 drops tokens"):
         WithDraft(large, _loaded(dropping))
+
+
+# of few ids, so that many proposals of random modules are right
+FEW = [[1], [1, 2, 3], np.random.default_rng(0).integers(0, 4, 70).tolist(), [0, 3], [2, 2]]
+GREEDY = [Sampling(max_tokens=n, temperature=0) for n in (20, 13, 17, 1, 18)]
+
+
+def _accepted(target, texts, prompts, most):
+    """How many proposals are accepted, by the modules on whole texts."""
+    model, accepted = nnx.merge(target.graphdef, target.params), 0
+    for text, prompt in zip(texts, prompts, strict=True):
+        ids, n = jnp.asarray([[*prompt, *text]], jnp.int32), len(prompt)
+        ahead, _ = model.hidden_ahead(model.hidden(ids), [jnp.roll(ids, -k, axis=1) for k in range(1, most + 1)])
+        likeliest = [np.argmax(np.asarray(x[0] @ model.head_weight().T), axis=-1) for x in ahead]
+        while n < ids.shape[1]:
+            right = 0
+            while n > 1 and right < min(most, ids.shape[1] - n - 1) and likeliest[right][n - 2] == ids[0, n + right]:
+                right += 1
+            accepted, n = accepted + right, n + right + 1
+    return accepted
+
+
+@pytest.mark.parametrize("modules", short(1, [2, 1]))
+def test_own_modules_propose_what_they_predict_of_whole_texts(modules):
+    target = _loaded(dataclasses.replace(LARGE, vocab=4, multi_token=modules), seed=5)
+    results, engine = _generate(target, None, FEW, GREEDY, draft_tokens=modules)
+    texts = [[e.token for e in events] for events in results]
+    assert texts == [_plain(target, p, s.max_tokens)[0] for p, s in zip(FEW, GREEDY, strict=True)]
+    assert 0 < engine.stats.accepted == _accepted(target, texts, FEW, modules) < engine.stats.proposed
+
+
+@pytest.mark.parametrize(
+    ("modules", "most", "mixer", "mesh"),
+    short(
+        1,
+        [
+            (1, 3, None, "data=2,tensor=2,context=2"),
+            (2, 1, None, None),
+            (2, 4, js.nn.GatedDeltaNet(heads=2), None),
+            (1, 3, js.nn.GatedDeltaNet(heads=2), "data=2,tensor=2"),
+        ],
+    ),
+)
+def test_own_modules_change_no_greedy_text(modules, most, mixer, mesh):
+    config = dataclasses.replace(LARGE, vocab=4, multi_token=modules)
+    if mixer is not None:
+        config = dataclasses.replace(config, blocks=(js.models.BlockConfig(), js.models.BlockConfig(mixer=mixer)))
+    target = _loaded(config, None if mesh is None else js.Layout(mesh), 5)
+    results, engine = _generate(target, None, FEW, GREEDY, draft_tokens=most)
+    for prompt, s, events in zip(FEW, GREEDY, results, strict=True):
+        assert [e.token for e in events] == _plain(_loaded(config, None, 5), prompt, s.max_tokens)[0]
+    assert 0 < engine.stats.accepted < engine.stats.proposed
+
+
+def test_a_model_without_such_modules_does_not_draft(large):
+    with raises_saying(ConfigError, "draft = 'mtp'", "Transformer.multi_token = 1", "smaller model"):
+        WithDraft(large, None)
+    with raises_saying(ConfigError, "draft = 'mtp'", "pipeline"):
+        WithDraft(_loaded(dataclasses.replace(LARGE, multi_token=1), js.Layout("pipeline=2")), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jaxscale.infer.stages import micro_batches, stages_of, state_count
 from jaxscale.layout import Layout, constrain, current
 from jaxscale.layout.tensors import Tree
 from jaxscale.models import Decodable
-from jaxscale.nn import Cache, DecodeState, Packed, RunCache
+from jaxscale.nn import Cache, DecodeState, Packed, Run, RunCache
 from jaxscale.parallel.pipeline import Stages
 
 ModelCache = tuple[tuple[Any, ...], ...]
@@ -61,7 +62,15 @@ def reuses_prefixes(model: object, cache: Cache) -> bool:
 
 
 def init_cache(
-    model: Decodable, cache: Cache, batch: int, slots: int, length: int, longest: int | None = None, *, back: int = 0
+    model: Decodable,
+    cache: Cache,
+    batch: int,
+    slots: int,
+    length: int,
+    longest: int | None = None,
+    *,
+    back: int = 0,
+    runs: Sequence[Run] | None = None,
 ) -> ModelCache:
     """Return an empty cache, sharded by the layout in force.
 
@@ -73,12 +82,13 @@ def init_cache(
       length: positions of each slot.
       longest: the most tokens that a sequence will have; `length` by default.
       back: how many tokens a sequence may be rolled back (speculative decoding).
+      runs: blocks of the model that are not in its `runs`, in their place; not with pipeline stages.
 
     Raises:
       ConfigError: the model cannot decode with a cache, or not up to this length.
       LayoutError: an array does not divide over its mesh axes.
     """
-    states = describe_cache(model)
+    states = describe_cache(model) if runs is None else tuple(tuple(run.decode_states()) for run in runs)
     decodable(model).refuse_length(length if longest is None else longest)
     staged = _Staged.of(model, batch)
 

@@ -83,7 +83,7 @@ def engine_of(
     budget: int | None = None,
     pages: int | None = None,
     page: int = 16,
-    draft: Run | None = None,
+    draft: Run | str | None = None,
     draft_tokens: int = 4,
     stream_layers: str | None = None,
     weights: WeightFormat | None = None,
@@ -100,7 +100,7 @@ def engine_of(
       budget: the most tokens of a step, see `jaxscale.infer.engine.Cached`.
       pages: pages of the cache, see `jaxscale.infer.cache.Paged`.
       page: positions in a page, see `jaxscale.infer.cache.Paged`.
-      draft: a smaller model's run, see `jaxscale.infer.steppers.stepper_of`.
+      draft: a smaller model's run or "mtp", see `jaxscale.infer.steppers.stepper_of`.
       draft_tokens: proposals of a round, see `jaxscale.infer.steppers.stepper_of`.
       stream_layers: "host" or "disk", see `jaxscale.infer.steppers.stepper_of`.
       weights: a weight format for the matrices that it supports; by default as they were trained.

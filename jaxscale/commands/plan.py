@@ -17,6 +17,7 @@ from jaxscale.commands.shared import (
     TEXT,
     accept_argument,
     cache_argument,
+    cache_of,
     config_arguments,
     load,
     weights_argument,
@@ -243,12 +244,12 @@ def _serving(config: TrainConfig, args: argparse.Namespace) -> Serving:
     from jaxscale.plan import serving
 
     sizes = {"rows": 8 if args.rows is None else args.rows, "length": args.length}
-    return serving(config, args.topology, Paged(numbers=args.kv_cache), weights=weights_of(args, []), **sizes)
+    return serving(config, args.topology, Paged(**cache_of(args)), weights=weights_of(args, []), **sizes)
 
 
 def _check(args: argparse.Namespace) -> None:
     """Raise `ConfigError` for options that exclude each other."""
-    for name in ("weights", "kv_cache", "rows", "length"):
+    for name in ("weights", "kv_cache", "ring", "rows", "length"):
         if getattr(args, name) is not None and not args.serve:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} is for plans of serving; add --serve, or leave it out")

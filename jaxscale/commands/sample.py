@@ -14,6 +14,7 @@ from jaxscale.commands.shared import (
     TEXT,
     accept_argument,
     cache_argument,
+    cache_of,
     draft_arguments,
     draft_of,
     import_argument,
@@ -159,8 +160,8 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
     layout = layout_of(args)
     options: dict[str, Any] = dict(layout=layout, step=args.step, rows=args.rows, draft_tokens=args.draft_tokens)
     options |= dict(stream_layers=args.stream_layers, weights=weights)
-    if args.kv_cache is not None:
-        options["cache"] = Paged(numbers=args.kv_cache)
+    if cache := cache_of(args):
+        options["cache"] = Paged(**cache)
     draft = draft_of(args)
     printer = _Printer([p if template is None or args.json else "" for p, _ in requests], args.json)
     speed = _Speed()

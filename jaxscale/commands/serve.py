@@ -120,7 +120,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         print(f"jaxscale: listening at {server.url}; loading the model", file=sys.stderr, flush=True)
         sizes = {"rows": args.rows, "budget": args.budget, "pages": args.pages, "page": args.page}
         more = {"draft": draft, "draft_tokens": args.draft_tokens, "stream_layers": args.stream_layers}
-        more |= {"weights": weights, "kv_cache": args.kv_cache}
+        more |= {"weights": weights, "kv_cache": args.kv_cache, "ring": args.ring}
         server.open(served, engine_of(trained, served, layout=layout, note=_Progress(), **sizes, **more))
         stop = _Signals()
         print(f"serving '{served.name}' at {server.url}/v1", flush=True)

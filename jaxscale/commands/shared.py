@@ -8,7 +8,7 @@ import glob
 import importlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from jaxscale.bucket_files import matching_folders
 from jaxscale.buckets import BucketError, failure, is_url
@@ -143,12 +143,25 @@ def weights_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def cache_argument(parser: argparse.ArgumentParser) -> None:
-    """Add `--kv-cache`."""
+    """Add `--kv-cache` and `--ring`; `cache_of` reads them."""
     parser.add_argument(
         "--kv-cache",
         metavar="NUMBERS",
         help="store keys and values in 8 bits, int8 or fp8 (default: the type of the computation)",
     )
+    parser.add_argument(
+        "--ring",
+        type=int,
+        metavar="TOKENS",
+        help="layers with a window store it and this many tokens more, such as 128, in place of all tokens; sequences "
+        "that begin alike are then computed one by one",
+    )
+
+
+def cache_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `jaxscale.infer.cache.Paged` that the options set."""
+    fields = {"numbers": args.kv_cache, "ring": args.ring}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def draft_arguments(parser: argparse.ArgumentParser) -> None:

@@ -312,6 +312,7 @@ class OwnModules:
         columns = jnp.minimum(jnp.arange(self.pending) + self.pending - count[:, None], self.pending - 1)
         x, caches = jnp.take_along_axis(state.hidden, columns[..., None], axis=1), state.caches
         tokens = jnp.pad(inputs.pending, ((0, 0), (0, self.modules)))
+        token: Array = tokens[:, 0]
         for i in range(most):
             if i < self.modules:
                 x, out, caches = _run(model, self.cache, i, x, tokens[:, i : i + self.pending], step, caches)

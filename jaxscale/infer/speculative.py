@@ -40,6 +40,7 @@ class WithDraft:
       rows: sequences that may run at once, rounded up to what the layout divides.
       length: the most tokens of a sequence, prompt included.
       end_ids: end-of-text token ids.
+      ring: see `jaxscale.infer.cache.Paged`.
 
     Raises:
       ConfigError: sizes that do not fit together, or a model whose sequences depend on each other.
@@ -57,6 +58,7 @@ class WithDraft:
         rows: int = 8,
         length: int = 1024,
         end_ids: Iterable[int] = (),
+        ring: int | None = None,
     ):
         check_sizes(draft_tokens=draft_tokens, rows=rows, length=length)
         self._layout = generating(target.layout)
@@ -79,7 +81,7 @@ class WithDraft:
                 )
         self.vocab = models[0].head_weight().shape[0]
         with self._under_layout():
-            cache = Contiguous()
+            cache = Contiguous(ring=ring)
             self._drafter: Drafter
             if draft is None:
                 self._drafter = OwnModules.of(models[0], draft_tokens, cache)

@@ -65,6 +65,7 @@ def stepper_of(
     few = getattr(cache, "numbers", None)
     if few is not None and draft is not None:
         raise ConfigError(f"a draft needs keys and values in the type of the computation; leave out {few} or the draft")
+    ring = getattr(cache, "ring", None)
     common: dict[str, Any] = dict(rows=rows, length=length, end_ids=run.end_ids)
     cached = dict(common, cache=Paged() if cache is None else cache, budget=budget)
     if stream_layers is not None:
@@ -77,14 +78,14 @@ def stepper_of(
         if isinstance(draft, str):
             if draft != MTP:
                 raise ConfigError(f"draft = {draft!r}: must be a run, or {MTP!r} for the model's own modules")
-            return WithDraft(loaded, None, draft_tokens=draft_tokens, **common)
+            return WithDraft(loaded, None, draft_tokens=draft_tokens, ring=ring, **common)
         _check_same_tokenizer(run, draft)
         small = load_model(draft, loaded.layout, generation=True, length=length)
         if small.layout != loaded.layout:
             raise ConfigError(
                 f"the draft is in memory on {small.layout}, and {run.place} is on one device; pass a layout"
             )
-        return WithDraft(loaded, small, draft_tokens=draft_tokens, **common)
+        return WithDraft(loaded, small, draft_tokens=draft_tokens, ring=ring, **common)
     why = why_no_cache(loaded)
     if why is not None:
         if few is not None:

@@ -338,7 +338,8 @@ class Attention(nnx.Module):
         self.k_norm = None if qk_norm is None else qk_norm.make("kv_heads", kv_heads, head_dim, **types)
         self.kernel, self.rotary, self.overlap = kernel, rotary, overlap
         self.window, self.softcap, self.scale = window, softcap, scale
-        self.decode_state: DecodeState = KeyValues(kv_heads, head_dim, head_dim, dtype)
+        near = None if isinstance(kernel, CachedKernel) else window  # such a kernel reads all cached keys
+        self.decode_state: DecodeState = KeyValues(kv_heads, head_dim, head_dim, dtype, window=near)
 
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
         """Apply the layer; with a cache in the context, append keys and values to it."""

@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxscale.errors import ConfigError
+from jaxscale.nn.ring import init_ring, is_ring, mix_in_ring, ring_axes, ring_bytes, ring_pages
 
 State = Any
 
@@ -107,6 +108,7 @@ class KeyValues(NamedTuple):
       value_dim: width of a value.
       dtype: of both.
       shared: values are the first `value_dim` widths of keys, and stored once (multi-head latent attention).
+      window: how many latest tokens a query sees; a cache with `ring` then stores no others. `None` is all.
     """
 
     kv_heads: int
@@ -114,21 +116,29 @@ class KeyValues(NamedTuple):
     value_dim: int
     dtype: Any
     shared: bool = False
+    window: int | None = None
 
     def reusable(self, cache: Cache) -> bool:
-        """See `DecodeState`."""
-        return True
+        """See `DecodeState`; a ring has lost the beginning."""
+        return self.window is None or getattr(cache, "ring", None) is None
 
     def init(self, cache: Cache, layers: int, batch: int, slots: int, length: int, back: int) -> State:
-        """See `DecodeState`; `back` needs no memory, since positions past the last token are masked."""
+        """See `DecodeState`; `back` needs memory in rings only, since positions past the last token are masked."""
+        pages = ring_pages(cache, self.window, length, back)
+        if pages is not None:
+            return init_ring(cache, self, layers, batch, slots, pages)
         return cache.init(self, layers, batch, slots, length)
 
     def axes(self, cache: Cache, name: str) -> tuple[str | None, ...] | None:
         """See `DecodeState`; a single key-value head is replicated."""
-        return tuple(None if a == "kv_heads" and self.kv_heads == 1 else a for a in cache.axes)
+        axes = ring_axes(name) or cache.axes
+        return tuple(None if a == "kv_heads" and self.kv_heads == 1 else a for a in axes)
 
     def bytes(self, cache: Cache, layers: int, batch: int, slots: int, length: int, back: int) -> int:
         """See `DecodeState`."""
+        pages = ring_pages(cache, self.window, length, back)
+        if pages is not None:
+            return ring_bytes(cache, self, layers, batch, slots, pages)
         return cache.bytes(self, layers, batch, slots, length)
 
 
@@ -224,6 +234,18 @@ class Cache(Protocol):
     @property
     def page(self) -> int | None:
         """Positions in a page; `None` for a cache without pages."""
+        ...
+
+    @property
+    def ring(self) -> int | None:
+        """How many tokens a layer with a window stores besides its window (`jaxscale.nn.ring`); `None`: it stores all.
+
+        As many tokens of a sequence are appended at once, so that more tokens make prompts faster.
+        """
+        ...
+
+    def in_pages(self) -> Cache:
+        """Return a cache with pages for the same numbers, in whose pages rings are stored."""
         ...
 
     def count(self, slots: int, length: int) -> int:
@@ -349,8 +371,11 @@ class LayerCache:
         Returns:
           the outputs of `Cache.attend`, or both of its results.
         """
-        self.state = self.cache.append(self.state, self.layer, k, v, self.step)
-        out, lse = self.cache.attend(self.state, self.layer, q, self.step, value_dim=v.shape[-1], **mask)
+        if is_ring(self.state):
+            out, lse, self.state = mix_in_ring(self.cache, self.state, self.layer, q, k, v, self.step, **mask)
+        else:
+            self.state = self.cache.append(self.state, self.layer, k, v, self.step)
+            out, lse = self.cache.attend(self.state, self.layer, q, self.step, value_dim=v.shape[-1], **mask)
         return (out, lse) if return_lse else out
 
     def mix_by(

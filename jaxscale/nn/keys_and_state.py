@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from jaxscale.errors import ConfigError
 from jaxscale.layout import current
 from jaxscale.nn.cache import Cache, KeyValues, LayerCache, RecurrentState, State
+from jaxscale.nn.ring import is_ring, mix_in_ring
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,9 @@ class KeysAndState:
 
     def reusable(self, cache: Cache) -> bool:
         """See `DecodeState`."""
-        return cache.page is not None if self.every is not None else self.recurrent.reusable(cache)
+        if self.every is not None:
+            return cache.page is not None
+        return self.recurrent.reusable(cache) and self.keys.reusable(cache)
 
     def init(self, cache: Cache, layers: int, batch: int, slots: int, length: int, back: int) -> State:
         """See `DecodeState`.
@@ -39,7 +42,7 @@ class KeysAndState:
         Raises:
           ConfigError: the tokens of a page are not a multiple of `every`.
         """
-        keys = self.coarse(cache).init(self.keys, layers, batch, slots, self._stored(cache, length))
+        keys = self.keys.init(self.coarse(cache), layers, batch, slots, self._stored(cache, length), back)
         return {**keys, **self.recurrent.init(cache, layers, batch, slots, length, back)}
 
     def axes(self, cache: Cache, name: str) -> tuple[str | None, ...] | None:
@@ -48,7 +51,7 @@ class KeysAndState:
 
     def bytes(self, cache: Cache, layers: int, batch: int, slots: int, length: int, back: int) -> int:
         """See `DecodeState`."""
-        keys = self.coarse(cache).bytes(self.keys, layers, batch, slots, self._stored(cache, length))
+        keys = self.keys.bytes(self.coarse(cache), layers, batch, slots, self._stored(cache, length), back)
         return keys + self.recurrent.bytes(cache, layers, batch, slots, length, back)
 
     def coarse(self, cache: Cache) -> Cache:
@@ -94,6 +97,10 @@ class KeysAndState:
             write = step._replace(positions=jnp.where(last, places, -1), slots=jnp.where(last, step.slots, -1))
             read = step._replace(positions=jnp.where(step.positions >= 0, places - 1, -1))
         keys = {name: x for name, x in layer.state.items() if name not in self._names}
+        if is_ring(keys):
+            out, lse, keys = mix_in_ring(cache, keys, layer.layer, q, k, v, step, **mask)
+            layer.state = {**layer.state, **keys}
+            return out, lse
         keys = cache.append(keys, layer.layer, k, v, write)
         layer.state = {**layer.state, **keys}
         return cache.attend(keys, layer.layer, q, read, value_dim=v.shape[-1], **mask)

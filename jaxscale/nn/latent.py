@@ -84,7 +84,7 @@ class LatentAttention(nnx.Module):
         self.kernel, self.rotary, self.window, self.softcap = kernel, rotary, window, softcap
         self.scale = z.score_scale(0, rotary) if scale is None else scale
         self.dtype = dtype
-        self.decode_state = KeyValues(1, z.kv_rank + z.rotary_dim, z.kv_rank, dtype, shared=True)
+        self.decode_state = KeyValues(1, z.kv_rank + z.rotary_dim, z.kv_rank, dtype, shared=True, window=window)
 
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> Any:
         """Apply the layer; with a cache in the context, append latents and rotary keys to it.

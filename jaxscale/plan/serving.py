@@ -150,7 +150,8 @@ def serving(
         return sum(row.bytes_per_device for row in describe(tree, layout, kind))
 
     made = nnx.merge(graphdef, infos)
-    held = size(_cache_infos(made, cache, shards, rows, length), "activations")
+    with layout.abstract():
+        held = size(_cache_infos(made, cache, shards, rows, length), "activations")
     looked_up = 0 if model.tied else size([i for i in jax.tree.leaves(stored) if i.path.startswith("embed/")])
     return Serving(
         hardware=target,

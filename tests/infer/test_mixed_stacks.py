@@ -36,7 +36,7 @@ MIXED = TransformerConfig(
 )
 
 
-def _model(mesh=None, config=MIXED):
+def model_of(mesh=None, config=MIXED):
     graphdef, infos = describe_model(config)
     params = random_params(infos)
     if mesh is not None:
@@ -45,7 +45,7 @@ def _model(mesh=None, config=MIXED):
     return graphdef, params
 
 
-def _requests(n):
+def requests_of(n):
     """Prompts of one to fourteen tokens, of which some begin alike."""
     random = np.random.default_rng(0)
     head = random.integers(0, VOCAB, 8).tolist()
@@ -54,9 +54,9 @@ def _requests(n):
         yield Request(tuple(prompt), Sampling(max_tokens=9 - i % 4, temperature=0.0), i)
 
 
-def _greedy(requests, config=MIXED):
+def greedy(requests, config=MIXED):
     """The likeliest tokens, each from a pass over the whole text."""
-    graphdef, params = _model(None, config)
+    graphdef, params = model_of(None, config)
     logits = jax.jit(lambda texts: nnx.merge(graphdef, params)(texts))
     texts, ends = np.zeros((len(requests), LENGTH), np.int32), np.asarray([len(r.prompt) for r in requests])
     for row, r in enumerate(requests):
@@ -68,7 +68,7 @@ def _greedy(requests, config=MIXED):
     return {r.id: texts[i, len(r.prompt) :][: r.sampling.max_tokens].tolist() for i, r in enumerate(requests)}
 
 
-def _served(engine, requests):
+def served(engine, requests):
     out = {r.id: [] for r in requests}
     for r in requests:
         engine.submit(r)
@@ -97,9 +97,9 @@ def test_a_mixed_stack_generates_what_passes_over_whole_texts_give(mesh, cache, 
     staged = layout is not None and layout.stages > 1  # two copies of a shorter pattern
     linear = BlockConfig(mixer=GatedRecurrence(per_page=per_page))
     config = dataclasses.replace(MIXED, blocks=(linear, FULL) if staged else (linear, linear, linear, FULL))
-    requests = list(_requests(14))
-    engine = Engine(Cached(*_model(mesh, config), layout=layout, cache=cache, rows=4, length=LENGTH, budget=16))
-    assert _served(engine, requests) == _greedy(requests, config)
+    requests = list(requests_of(14))
+    engine = Engine(Cached(*model_of(mesh, config), layout=layout, cache=cache, rows=4, length=LENGTH, budget=16))
+    assert served(engine, requests) == greedy(requests, config)
     assert (engine.stats.shared > 0) == per_page  # else there is no state of a beginning that texts have in common
     assert mesh is not None or engine.stats.preemptions > 0
 
@@ -107,9 +107,9 @@ def test_a_mixed_stack_generates_what_passes_over_whole_texts_give(mesh, cache, 
 def test_a_stack_with_states_that_are_matrices_generates_what_passes_over_whole_texts_give():
     config = dataclasses.replace(MIXED, blocks=(DELTA, DELTA, FULL), depth=3)
     mesh, cache = "data=2,tensor=2", Paged(page=2, pages=14)
-    requests = list(_requests(14))
-    engine = Engine(Cached(*_model(mesh, config), layout=Layout(mesh), cache=cache, rows=4, length=LENGTH, budget=16))
-    assert _served(engine, requests) == _greedy(requests, config)
+    requests = list(requests_of(14))
+    engine = Engine(Cached(*model_of(mesh, config), layout=Layout(mesh), cache=cache, rows=4, length=LENGTH, budget=16))
+    assert served(engine, requests) == greedy(requests, config)
 
 
 @pytest.mark.long
@@ -127,12 +127,12 @@ def test_tokens_that_an_indexer_selects_are_those_of_a_pass_over_the_whole_text(
 
 @pytest.mark.parametrize("linear", short(1, [LINEAR, DELTA]), ids=["vectors", "matrices"])
 def test_a_round_of_speculation_goes_back_to_the_last_token_that_stands(linear):
-    requests = list(_requests(6))
+    requests = list(requests_of(6))
     mixed = dataclasses.replace(MIXED, blocks=(linear, linear, linear, FULL))
     small = dataclasses.replace(MIXED, depth=1, blocks=(linear,))
-    models = [Loaded(*_model(None, config), None, 0) for config in (mixed, small)]
+    models = [Loaded(*model_of(None, config), None, 0) for config in (mixed, small)]
     engine = Engine(WithDraft(*models, draft_tokens=3, rows=4, length=LENGTH))
-    assert _served(engine, requests) == _greedy(requests, mixed)
+    assert served(engine, requests) == greedy(requests, mixed)
     assert 0 < engine.stats.accepted < engine.stats.proposed
 
 
@@ -143,9 +143,9 @@ def test_the_server_answers_with_a_mixed_stack_as_the_run_generates(tmp_path):
     prompts = ["def ", "a", "def f(x)", "return"]
     want = [run.generate(p, max_tokens=8, temperature=0) for p in prompts]
     assert len({tuple(text.ids) for text in want}) > 1  # else any state would do
-    served = served_by(run)
+    of = served_by(run)
     with Server(port=0) as server:
-        server.open(served, engine_of(run, served, rows=2, budget=4, page=4))
+        server.open(of, engine_of(run, of, rows=2, budget=4, page=4))
         bodies = [dict(prompt=p, max_tokens=8, temperature=0, stream=s) for p in prompts for s in (False, True)]
         with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
             answers = list(pool.map(lambda body: call(server, body=body, timeout=60), bodies))
@@ -163,7 +163,7 @@ def test_experts_of_blocks_take_all_their_tokens_where_a_text_is_generated():
 
 
 def test_a_recurrent_state_has_the_same_size_however_long_the_text():
-    model = nnx.merge(*_model(None, dataclasses.replace(MIXED, blocks=(LINEAR,))))
+    model = nnx.merge(*model_of(None, dataclasses.replace(MIXED, blocks=(LINEAR,))))
     for length, back in ((8, 0), (800, 0), (8, 3)):
         made = jax.tree.leaves(init_cache(model, Contiguous(), 2, 3, length, back=back))
         assert sum(x.nbytes for x in made) == cache_bytes(model, Contiguous(), 2, 3, length, back=back)

@@ -22,11 +22,14 @@ MODEL = TransformerConfig(depth=2, vocab=64, width=32, heads=4, kv_heads=2, hidd
 INT4 = Stored("int4", group=16)
 
 
-@pytest.mark.parametrize("cache", [Contiguous(), Paged(page=4, numbers="int8")], ids=["float", "int8"])
+@pytest.mark.parametrize(
+    "cache", [Contiguous(), Paged(page=4, numbers="int8"), Paged(page=2, ring=2)], ids=["float", "int8", "ring"]
+)
 def test_planned_bytes_are_those_of_a_devices_arrays(cache):
     layout = Layout("data=2,tensor=2")
-    planned = serving(TrainConfig(model=MODEL, layout=layout), "v5e:2x2", cache, weights=INT4, rows=3, length=16)
-    graphdef, infos = describe_model(MODEL)
+    model = dataclasses.replace(MODEL, windows=(2, None))
+    planned = serving(TrainConfig(model=model, layout=layout), "v5e:2x2", cache, weights=INT4, rows=3, length=16)
+    graphdef, infos = describe_model(model)
     stored = INT4.infos(infos)
     with generating(layout):
         states = init_cache(nnx.merge(graphdef, infos), cache, 2, 3, 16)

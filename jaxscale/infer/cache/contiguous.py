@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
+from jaxscale.infer.cache.paged import Paged
 from jaxscale.infer.cache.shards import (
     append_to,
     arrays,
@@ -15,6 +16,7 @@ from jaxscale.infer.cache.shards import (
     attend_to,
     bytes_of,
     check_numbers,
+    check_tokens,
     flat_pages,
     loaded,
     stored,
@@ -36,18 +38,25 @@ class Contiguous:
 
     Args:
       numbers: see `Paged`.
+      ring: see `Paged`.
 
     Raises:
-      ConfigError: another type of numbers.
+      ConfigError: another type of numbers, or a ring below 1.
     """
 
     numbers: str | None = None
+    ring: int | None = None
 
     axes = _AXES
     page = None
 
     def __post_init__(self) -> None:
         check_numbers("ContiguousCache.numbers", self.numbers)
+        check_tokens("ContiguousCache.ring", self.ring)
+
+    def in_pages(self) -> Paged:
+        """See `jaxscale.nn.Cache`."""
+        return Paged(min(16, self.ring or 16), numbers=self.numbers)
 
     def count(self, slots: int, length: int) -> int:
         """See `jaxscale.nn.Cache`."""

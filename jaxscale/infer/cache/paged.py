@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError
 from jaxscale.infer.cache.shards import (
     append_to,
     arrays,
@@ -17,6 +16,7 @@ from jaxscale.infer.cache.shards import (
     attend_to,
     bytes_of,
     check_numbers,
+    check_tokens,
     flat_pages,
     loaded,
     stored,
@@ -42,6 +42,8 @@ class Paged:
       pages: pages of each batch row; `None` is enough for every slot to reach the full length.
       numbers: "int8" or "fp8" (e4m3) stores keys and values in 8 bits, with a float32 scale for each token and head;
         `None` stores them in the type of the computation.
+      ring: with a number, layers with a window store only the window and this many tokens of a sequence more, whatever
+        its length; sequences that begin alike are then computed each from the first token. `None` stores all tokens.
 
     Raises:
       ConfigError: a size below 1, or another type of numbers.
@@ -50,15 +52,18 @@ class Paged:
     page: int = 16
     pages: int | None = None
     numbers: str | None = None
+    ring: int | None = None
 
     axes = _AXES
 
     def __post_init__(self) -> None:
         check_numbers("PagedCache.numbers", self.numbers)
-        for name in ("page", "pages"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"PagedCache.{name} = {value!r}: must be a whole number of at least 1")
+        for name in ("page", "pages", "ring"):
+            check_tokens(f"PagedCache.{name}", getattr(self, name))
+
+    def in_pages(self) -> Paged:
+        """See `jaxscale.nn.Cache`."""
+        return Paged(self.page, numbers=self.numbers)
 
     def per_slot(self, length: int) -> int:
         """Return the pages of one sequence.

@@ -279,6 +279,20 @@ def check_numbers(name: str, numbers: str | None) -> None:
         raise ConfigError(f"{name} = {numbers!r}: keys and values are not stored so{hint}")
 
 
+def check_tokens(name: str, value: int | None) -> None:
+    """Check a number of tokens or pages of a cache.
+
+    Args:
+      name: the setting.
+      value: its value.
+
+    Raises:
+      ConfigError: it is neither `None` nor a whole number of at least 1.
+    """
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise ConfigError(f"{name} = {value!r}: must be a whole number of at least 1")
+
+
 def stored(new: State, numbers: str | None) -> State:
     """Return keys and values of a step as a cache stores them.
 

@@ -88,6 +88,7 @@ def engine_of(
     stream_layers: str | None = None,
     weights: WeightFormat | None = None,
     kv_cache: str | None = None,
+    ring: int | None = None,
     note: Callable[[int, int], None] = lambda done, of: None,
 ) -> Engine:
     """Return an engine for a run's model, with every step compiled.
@@ -105,6 +106,7 @@ def engine_of(
       stream_layers: "host" or "disk", see `jaxscale.infer.steppers.stepper_of`.
       weights: a weight format for the matrices that it supports; by default as they were trained.
       kv_cache: "int8" or "fp8", see `jaxscale.infer.cache.Paged`.
+      ring: tokens of a layer with a window besides the window, see `jaxscale.infer.cache.Paged`.
       note: called before each program is compiled, see `Engine.compile`.
 
     Raises:
@@ -123,7 +125,7 @@ def engine_of(
     if stream_layers is None:
         loaded = load_model(run, layout, generation=True, length=length, weights=weights)
     more: dict[str, Any] = dict(draft=draft, draft_tokens=draft_tokens, stream_layers=stream_layers, layout=layout)
-    more |= dict(weights=weights, cache=Paged(page, pages, kv_cache))
+    more |= dict(weights=weights, cache=Paged(page, pages, kv_cache, ring))
     stepper = stepper_of(run, loaded, length=length, rows=rows, budget=budget, **more)
     engine = Engine(stepper, parameters=None if loaded is None else loaded.nbytes)
     engine.compile(note)

@@ -81,7 +81,7 @@ class LizardAttention(Attention):
         self.meta_values = param(jax.nn.initializers.zeros, learned, meta, kv_heads, head_dim)
         self.share = param(jax.nn.initializers.zeros, ("heads",), heads)
         state = StateArray("state", (heads, 2 * features, head_dim + 1), ("heads", None, None))
-        keys = KeyValues(kv_heads, head_dim, head_dim, self.dtype)
+        keys = KeyValues(kv_heads, head_dim, head_dim, self.dtype, window=self.window)
         self.decode_state: Any = KeysAndState(keys, RecurrentState((state,)))
         self.groups = heads // kv_heads
 

@@ -22,6 +22,7 @@ from jaxscale.nn.linear import Linear, into, out_of
 from jaxscale.nn.mixer import Mixer, check_whole, chosen
 from jaxscale.nn.mixers.parts import HEADS
 from jaxscale.nn.norms import QKNorm
+from jaxscale.nn.ring import is_ring
 from jaxscale.nn.rotary import Rotary, rotate
 
 
@@ -160,6 +161,11 @@ class CrossAttention(nnx.Module):
             keys = _of(context, "keys")
             mask = dict[str, Any](window=self.window, softcap=self.softcap, scale=self.scale)
             if isinstance(keys, LayerCache):
+                if is_ring(keys.state):
+                    raise ConfigError(
+                        "CrossAttention reads all keys of a layer with a window, which a ring does not hold; leave out "
+                        "the cache's ring"
+                    )
                 out, _ = keys.cache.attend(keys.state, keys.layer, q, keys.step, value_dim=q.shape[-1], **mask)
             else:
                 k, v = keys

@@ -63,6 +63,12 @@ def test_many_sequences_come_close_to_devices_that_never_wait() -> None:
         assert work <= plan.seconds <= most * work
 
 
+def test_thousands_of_sequences_take_no_longer_than_in_rows_of_one_length() -> None:
+    lengths = np.minimum(np.exp(np.random.default_rng(0).normal(6, 1.3, 10_000)).astype(np.int64) + 1, 60_000)
+    each = SequenceCosts(9e-5, 5e-9, {1 << i: 5e-7 * (i > 0) for i in range(7)}, 8980)
+    assert FlexSP().plan(lengths, 64, each).seconds <= best_static(lengths, 64, each)[1].seconds * (1 + 1e-9)
+
+
 def test_short_sequences_stay_on_one_device_beside_a_long_one() -> None:
     lengths = np.array([60_000, *[500] * 400])
     each = costs(8192)
@@ -110,6 +116,7 @@ def test_devices_of_a_tree_of_groups_wait_only_for_each_other() -> None:
     assert plan.seconds == 7.0
     assert plan.busy.tolist() == [4, 4, 7, 3, 5, 5]
     assert plan.idle == pytest.approx(1 - 28 / 42)
+    assert BatchPlan(6, ()).idle == 0
 
 
 def test_a_wrong_plan_is_refused() -> None:
@@ -135,6 +142,13 @@ def test_a_wrong_plan_is_refused() -> None:
         (lambda: FlexSP().plan(np.array([0.5]), 4, costs()), "whole numbers of 1 or more"),
         (lambda: SequenceCosts(1.0, 1.0, {2: 0.0, 3: 0.0}, 5), "degree 2 does not divide 3"),
         (lambda: SequenceCosts(-1.0, 1.0, {1: 0.0}, 5), "linear = -1.0: must be 0 or more"),
+        (lambda: HDP().plan(np.array([5]), 0, costs()), "devices = 0: must be a whole number of at least 1"),
+        (lambda: Static(1).plan(np.array([5]), 4.0, costs()), "devices = 4.0"),
+        (lambda: SequenceCosts(np.inf, 1.0, {1: 0.0}, 5), "linear = inf: must be 0 or more, and finite"),
+        (lambda: SequenceCosts(1.0, 1.0, {"1": 0.0}, 5), "by degree, whole numbers such as"),
+        (lambda: SequenceCosts(1.0, 1.0, {1: 0.1}, 5), r"exchange\[1\] = 0.1: one device exchanges nothing"),
+        (lambda: SequenceCosts(1.0, 1.0, {1: 0.0}, 5, {2: 0.1}), "latency has degree 2, and exchange has not"),
+        (lambda: SequenceCosts(0.0, 0.0, {1: 0.0}, 5), "linear and quadratic are both 0"),
         (lambda: SequenceCosts(1.0, 1.0, {1: 0.0}, 0), "must be 1 token or more"),
         (lambda: SequenceCosts(1.0, 1.0, {}, 5), "use such as"),
     ],

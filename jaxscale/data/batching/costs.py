@@ -31,7 +31,8 @@ class SequenceCosts:
       offload: seconds that a device takes to move a token's activations to host memory and back; infinite by default.
 
     Raises:
-      DataError: a rate is negative, the capacity is below 1, or the degrees do not divide each other.
+      DataError: a rate is negative or infinite, both of arithmetic are 0, the capacity is below 1, or the degrees are
+        not those described or do not divide each other.
     """
 
     linear: float
@@ -43,17 +44,30 @@ class SequenceCosts:
     offload: float = math.inf
 
     def __post_init__(self) -> None:
-        rates = {"linear": self.linear, "quadratic": self.quadratic, "overlap": self.overlap, "offload": self.offload}
+        rates = {"linear": self.linear, "quadratic": self.quadratic, "overlap": self.overlap}
         rates |= {f"exchange[{d}]": rate for d, rate in self.exchange.items()}
         rates |= {f"latency[{d}]": rate for d, rate in self.latency.items()}
         for name, rate in rates.items():
-            if not rate >= 0:
-                raise DataError(f"SequenceCosts.{name} = {rate}: must be 0 or more")
-        if self.capacity < 1:
+            if not 0 <= rate < math.inf:
+                raise DataError(f"SequenceCosts.{name} = {rate}: must be 0 or more, and finite")
+        if not self.offload >= 0:
+            raise DataError(f"SequenceCosts.offload = {self.offload}: must be 0 or more")
+        if not self.linear + self.quadratic:
+            raise DataError("SequenceCosts.linear and quadratic are both 0, so that sequences take no time; set one")
+        if not 1 <= self.capacity < math.inf:
             raise DataError(f"SequenceCosts.capacity = {self.capacity}: must be 1 token or more")
+        if not all(isinstance(d, int | np.integer) for d in (*self.exchange, *self.latency)):
+            raise DataError("SequenceCosts.exchange and latency are by degree, whole numbers such as {1: 0.0, 2: 1e-8}")
         degrees = self.degrees
         if not degrees or degrees[0] < 1:
             raise DataError(f"SequenceCosts.exchange has the degrees {degrees}; use such as {{1: 0.0, 2: 1e-8}}")
+        if self.exchange.get(1):
+            raise DataError(f"SequenceCosts.exchange[1] = {self.exchange[1]}: one device exchanges nothing; set 0")
+        for d in self.latency:
+            if d not in self.exchange:
+                raise DataError(
+                    f"SequenceCosts.latency has degree {d}, and exchange has not; remove it, or add it there"
+                )
         for low, high in zip(degrees, degrees[1:], strict=False):
             if high % low:
                 raise DataError(f"SequenceCosts.exchange: degree {low} does not divide {high}; use powers of two")
@@ -120,8 +134,10 @@ def usable(costs: SequenceCosts, degrees: tuple[int, ...] | None, devices: int) 
       devices: the number of devices.
 
     Raises:
-      DataError: the costs have no such degree, or none fits.
+      DataError: the costs have no such degree, none fits, or there are no devices.
     """
+    if not isinstance(devices, int | np.integer) or devices < 1:
+        raise DataError(f"devices = {devices!r}: must be a whole number of at least 1")
     chosen = costs.degrees if degrees is None else tuple(sorted(set(degrees)))
     unknown = [d for d in chosen if d not in costs.exchange]
     if unknown:

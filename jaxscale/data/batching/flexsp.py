@@ -28,9 +28,7 @@ ENOUGH = 1.02
 CLOSE = 1.15
 """Larger batches: try another number of micro-batches only if the best takes more than this over what it promised."""
 IDLE = 1.1
-"""Compare with rows of one length if the plan takes more than this over devices that never wait ..."""
-PACKED = 1024
-"""... and has at most so many sequences, since packing takes long."""
+"""Compare with rows of one length if the plan takes more than this over devices that never wait."""
 FULL = 0.93
 """Larger batches: share of the memory that whole sequences fill without searching for it."""
 SMALL = 64
@@ -86,7 +84,7 @@ class FlexSP:
             best = [s for part in options[-1][1] for s in one.halved(part)]
         plan = BatchPlan(devices, tuple(tuple(_groups(groups, order)) for groups in best))
         least = float((one.table * np.array(degrees)[:, None]).min(axis=0).sum()) / devices
-        if plan.seconds > IDLE * least and len(lengths) <= PACKED:
+        if plan.seconds > IDLE * least:
             # Whole sequences leave memory unused: pack them into rows.
             fit = [d for d in degrees if d * costs.capacity >= lengths.max()]
             plan = min([plan, *(Static(d).plan(lengths, devices, costs) for d in fit[:2])], key=lambda p: p.seconds)

@@ -67,8 +67,8 @@ class BatchPlan:
 
     @property
     def idle(self) -> float:
-        """Share of the devices' time in which they wait."""
-        return 1 - float(self.busy.sum()) / (self.devices * self.seconds)
+        """Share of the devices' time in which they wait; 0 if a step takes none."""
+        return 1 - float(self.busy.sum()) / (self.devices * self.seconds) if self.seconds else 0.0
 
     def degree_of(self, sequences: int) -> Integer[np.ndarray, " n"]:
         """Return the degree of each sequence's group, (n,).

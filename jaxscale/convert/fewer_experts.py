@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 
 from jaxscale.convert.new_run import begin, check_new, finish, save_params
-from jaxscale.errors import ConfigError, RunError, near
+from jaxscale.errors import ConfigError, RunError, check_whole, near
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.layout.tensors import Tree
 from jaxscale.models import TransformerConfig
@@ -155,7 +155,8 @@ def with_experts(model: object, experts: int) -> TransformerConfig:
             f"experts = {experts}: prunes a Transformer whose mlp is @MixtureOfExperts(), and this model's is not; "
             "jaxscale fold removes layers of any Transformer"
         )
-    if not isinstance(experts, int) or not mixture.top_k <= experts < mixture.experts:
+    check_whole("experts", experts)
+    if not mixture.top_k <= experts < mixture.experts:
         raise ConfigError(
             f"experts = {experts}: must be a whole number from {mixture.top_k}, the experts of a token, to "
             f"{mixture.experts - 1}, one fewer than there are"
@@ -206,7 +207,7 @@ def reduced(
         blocks = dict(runs[name]["blocks"])
         repeats = jax.tree.leaves(run)[0].shape[0]
         for place, (key, info) in enumerate(run["blocks"].items()):
-            if "router" not in info["mlp"]:
+            if "router" not in info.get("mlp", {}):
                 continue
             own, structure = jax.tree_util.tree_flatten_with_path(blocks[key]["mlp"])
             arrays = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in own}

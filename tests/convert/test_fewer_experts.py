@@ -14,7 +14,7 @@ from jaxscale.cli import main
 from jaxscale.convert.fewer_experts import loads_of, most_chosen, reduced, with_experts
 from jaxscale.errors import ConfigError, RunError
 from jaxscale.models import TransformerConfig
-from jaxscale.nn import MixtureOfExperts, SigmoidRouter
+from jaxscale.nn import MixtureOfExperts, NoFeedForward, SigmoidRouter
 from jaxscale.step.state import describe_model
 from tests.truth.errors import raises_saying
 
@@ -80,6 +80,13 @@ def test_copies_of_experts_in_another_order_merge_exactly_and_dropping_them_does
     assert np.abs(dropped - want).max() > 0.05
 
 
+def test_layers_without_a_feed_forward_stay():
+    model = dataclasses.replace(MODEL, dense_mlp=NoFeedForward)
+    small = reduced(model, random(model), {1: np.arange(6.0)}, 4)
+    want = describe_model(with_experts(model, 4))[1]
+    assert jax.tree.map(np.shape, small) == jax.tree.map(lambda i: i.shape, want)
+
+
 @pytest.mark.long
 def test_a_run_is_pruned_by_what_it_recorded_and_trains_on(tmp_path, capsys):
     data = js.data.synthetic(documents=40, length=60, vocab_size=32)
@@ -98,5 +105,7 @@ def test_a_run_is_pruned_by_what_it_recorded_and_trains_on(tmp_path, capsys):
 def test_what_cannot_be_pruned_is_one_sentence():
     with raises_saying(ConfigError, "experts = 6: must be a whole number from 1", "to 5"):
         with_experts(MODEL, 6)
+    with raises_saying(ConfigError, "experts = True: must be a whole number"):
+        with_experts(MODEL, True)
     with raises_saying(ConfigError, "this model's is not; jaxscale fold"):
         with_experts(dataclasses.replace(MODEL, mlp=js.nn.SwiGLU, dense_layers=0), 2)

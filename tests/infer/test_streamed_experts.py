@@ -14,6 +14,7 @@ from jaxscale.infer.cache import Paged
 from jaxscale.infer.engine import Cached, Engine
 from jaxscale.infer.streaming import ExpertLayers, LeastRecent, OnHost, RecentScores, Streamed
 from jaxscale.nn import MixtureOfExperts
+from jaxscale.nn.formats import NestedBits
 from jaxscale.step import describe_model, make_params
 from tests.infer.test_streaming import SIZES, tokens
 from tests.truth.errors import raises_saying
@@ -34,6 +35,16 @@ class Counted(OnHost):
         out = super().read(name, regions)
         self.bytes += sum(x.nbytes for x in out.values() if name.rpartition("/")[2] in ("gate", "up", "down"))
         return out
+
+
+class Zeros:
+    """Arrays of zeros."""
+
+    def __init__(self, infos):
+        self.types = {i.path: i.dtype for i in jax.tree.leaves(infos)}
+
+    def read(self, name, regions):
+        return {r: np.zeros([end - begin for begin, end in r], self.types[name]) for r in regions}
 
 
 def of(config):
@@ -79,6 +90,17 @@ def test_the_least_recent_and_the_least_scored_expert_leave():
     assert sorted(range(4), key=lambda e: recent.worth((layer, e))) == [0, 2, 1, 3]
     want = [0.125 * 0.4, 0.125 * 0.3 + 0.5 * 0.2, 0.25 * 0.5, 0.25 * 0.4 + 0.5 * 0.7]
     assert [scores.worth((layer, e)) for e in range(4)] == pytest.approx(want)
+
+
+def test_the_bound_counts_every_array_of_an_expert_in_few_bits():
+    _, infos = describe_model(CONFIG)
+    for form in (None, NestedBits(group=16)):
+        stored = infos if form is None else form.infos(infos)
+        run = list(stored["runs"].values())[-1]
+        arrays = jax.tree.leaves([run["blocks"][0]["mlp"][name] for name in ("gate", "up", "down")])
+        one = sum(i.nbytes for i in arrays) // (3 * 8)
+        small, large = (ExpertLayers(stored, Zeros(stored), capacity).resident.bound for capacity in (8, 9))
+        assert large - small == one
 
 
 def test_what_cannot_be_cached_is_one_sentence():

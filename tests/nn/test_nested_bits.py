@@ -53,6 +53,8 @@ def test_a_run_is_read_with_fewer_bits(tmp_path):
 def test_what_does_not_fit_is_one_sentence():
     with raises_saying(ConfigError, "NestedBits.widths = (4, 2)", "8 bits together"):
         NestedBits((4, 2))
+    with raises_saying(ConfigError, "NestedBits.widths = 8", "(4, 2, 2)"):
+        D2MoE(widths=8)
     info = TensorInfo("up", (36, 64), jnp.float32, ("embed", "mlp"), (-2,))
     with raises_saying(ConfigError, "NestedBits.group = 64 does not divide the 36 inputs of up", "is 36"):
         NestedBits().covers(info)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -119,8 +121,14 @@ def test_what_does_not_fit_is_one_sentence():
     with raises_saying(ConfigError, "TernaryCode.bits = 2", "below 1.6"):
         TernaryCode(2)
     info = TensorInfo("up", (4, 16, 64), jnp.float32, ("experts", "embed", "expert_mlp"), (-2,))
-    with raises_saying(ConfigError, "TernaryCode.bits = 0.8: scales and zeros of up take 3.0 bits"):
+    with raises_saying(ConfigError, "TernaryCode.bits = 0.8: scales and zeros of up take 3.0 bits", "use 'ternary'"):
         FORM.covers(info)
+    info = dataclasses.replace(info, shape=(4, 64, 64))
+    with raises_saying(ConfigError, "QMoE.bits = 0.8", "take 1.0 bits", "set at least 1.0"):
+        QMoE().infos(info)
+    assert TernaryCode(1.0).covers(info)
+    with raises_saying(ConfigError, "QMoE.bits = '0.8': must be a number"):
+        QMoE(bits="0.8")
     with raises_saying(ConfigError, "this model has none", "'ternary'"):
         FORM.check([TensorInfo("q", (16, 64), jnp.float32, ("embed", "mlp"), (-2,))])
     with raises_saying(ConfigError, "QMoE.group has no effect; set QMoE.bits"):

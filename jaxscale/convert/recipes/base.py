@@ -124,7 +124,7 @@ class Recipe(abc.ABC):
         try:
             return self.format.infos(infos)
         except ConfigError as e:
-            own, message = self.grouping, re.fullmatch(r"\w+\.(group|outputs)( .*)", str(e))
+            own, message = self.grouping, re.fullmatch(r"\w+\.(group|outputs|bits|widths)( .*)", str(e))
             if own.weights is not None or message is None:
                 raise
             setting = message[1] if hasattr(own, message[1]) else "group"  # blocks may have as many outputs as inputs

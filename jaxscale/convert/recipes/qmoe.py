@@ -14,6 +14,7 @@ from jaxscale.config import register
 from jaxscale.convert.recipes.base import Inputs, Recipe, refuse_numbers
 from jaxscale.nn import WeightFormat
 from jaxscale.nn.formats import TernaryCode
+from jaxscale.nn.formats.ternary_code import check_bits
 
 
 @register
@@ -39,7 +40,7 @@ class QMoE(Recipe):
 
     def __post_init__(self) -> None:
         refuse_numbers(self, "set QMoE.bits", used=("bits",))
-        _ = self.format
+        check_bits("QMoE.bits", self.bits)
 
     @property
     def format(self) -> WeightFormat:  # type: ignore[override]

@@ -170,11 +170,12 @@ class ExpertLayers(Layers):
         self._cache: collections.OrderedDict[Key, dict[str, Array]] = collections.OrderedDict()
         self._seen: dict[Layer, tuple[set[int], set[int], np.ndarray]] = {}
         super().__init__(infos, source, None, prefix)
-        leaves = [(i, i.nbytes // (i.shape[0] * i.shape[1])) for i in jax.tree.leaves(infos) if self.elsewhere(i)]
-        blocks = collections.Counter[str]()
-        for info, size in leaves:
-            blocks[info.path.rpartition("/")[0]] += size
-        self._one, self._copy = max(blocks.values()), max(blocks.values()) * most
+        blocks = [run["blocks"][key] for run, own in zip(runs, self._experts, strict=True) for key in own]
+        self._one = max(
+            sum(i.nbytes // (i.shape[0] * i.shape[1]) for i in jax.tree.leaves(block) if self.elsewhere(i))
+            for block in blocks
+        )
+        self._copy = self._one * most
         of_layers = [sum(i.nbytes // i.shape[0] for i in jax.tree.leaves(r) if not self.elsewhere(i)) for r in runs]
         self.largest = 2 * max(of_layers)
 

@@ -99,6 +99,8 @@ class NestedBits(WeightFormat):
     loaded: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.widths, tuple | list):
+            raise ConfigError(f"NestedBits.widths = {self.widths!r}: must be the bits of each slice, as (4, 2, 2)")
         object.__setattr__(self, "widths", tuple(self.widths))
         for width in self.widths:
             check_whole("NestedBits.widths", width, 1, 8)

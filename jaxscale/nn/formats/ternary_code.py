@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import heapq
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jaxscale.nn.weight_format import WeightFormat
 _ENTRIES = 2**16 - 1  # leaves of a tree with three branches: an odd number, within uint16
 _LONGEST = 64  # weights of a word; 2 bits each in the dictionary
 _LEAST = 0.7  # weights below this times the row's mean are 0, however much fits (Li et al. 2016, arXiv:1605.04711)
+_BELOW = 1.6  # bits, which any three values fit in
 _SHARE = 0.94  # of the bits are entropy, about what words of 16 bits reach
 
 
@@ -130,6 +131,23 @@ class TernaryWords(Rebuilt):
         return (self.symbols() * scale.astype(jnp.float32)).astype(dtype or jnp.float32)
 
 
+def check_bits(setting: str, bits: Any) -> None:
+    """Check bits for each weight of a `TernaryCode`.
+
+    Args:
+      setting: its name, such as "TernaryCode.bits".
+      bits: its value.
+
+    Raises:
+      ConfigError: they are out of their range.
+    """
+    if isinstance(bits, bool) or not isinstance(bits, int | float) or not 0 < bits < _BELOW:
+        raise ConfigError(
+            f"{setting} = {bits!r}: must be a number above 0 and below {_BELOW}, which any three values fit in; the "
+            "paper has 0.8"
+        )
+
+
 @register
 @dataclasses.dataclass(frozen=True)
 class TernaryCode(WeightFormat):
@@ -150,11 +168,7 @@ class TernaryCode(WeightFormat):
     bits: float = 0.8
 
     def __post_init__(self) -> None:
-        if not 0 < self.bits < 1.6:
-            raise ConfigError(
-                f"TernaryCode.bits = {self.bits}: must be above 0 and below 1.6, which any three values fit in; the "
-                "paper has 0.8"
-            )
+        check_bits("TernaryCode.bits", self.bits)
 
     @property
     def zeros(self) -> float:
@@ -187,20 +201,37 @@ class TernaryCode(WeightFormat):
         if "experts" not in info.axes or not super().covers(info):
             return False
         _, ins, outs = sizes_of(info.shape, info.contracted or ())
-        n, m, code = math.prod(ins), math.prod(outs), dictionary(self.zeros)
-        needed = m * -(-n // int(code.lengths[code.zeros[0]]))
-        if self._words(n, m) < needed:
-            least = math.ceil(100 * 16 * (needed + 2 * m) / (n * m)) / 100
+        n, m = math.prod(ins), math.prod(outs)
+        taken = self._taken(n, m)
+        if taken > self.bits:
+            least = self._least(n, m)
+            hint = "no bits below 1.6 are enough; use 'ternary'" if least is None else f"set at least {least}"
             raise ConfigError(
-                f"TernaryCode.bits = {self.bits}: scales and zeros of {info.path} take {least} bits for each of its "
-                f"{n} x {m} weights; set at least {least}"
+                f"TernaryCode.bits = {self.bits}: scales and zeros of {info.path} take {taken} bits for each of its "
+                f"{n} x {m} weights; {hint}"
             )
-        if n // int(code.lengths.min()) >= 2**16:
+        if n // int(dictionary(self.zeros).lengths.min()) >= 2**16:
             raise ConfigError(
                 f"TernaryCode stores up to 65535 words for an output, and {info.path} has {n} inputs; leave it in "
                 "another format"
             )
         return True
+
+    def _taken(self, n: int, m: int) -> float:
+        """Return `bits` if scales and zeros fit into them, and else the bits for each weight that these alone take."""
+        code = dictionary(self.zeros)
+        needed = m * -(-n // int(code.lengths[code.zeros[0]]))
+        return self.bits if self._words(n, m) >= needed else math.ceil(100 * 16 * (needed + 2 * m) / (n * m)) / 100
+
+    def _least(self, n: int, m: int) -> float | None:
+        """Return the least bits, in hundredths, whose own dictionary fits, as words have fewer zeros with more bits."""
+        bits = self.bits
+        while bits < _BELOW:
+            taken = TernaryCode(bits)._taken(n, m)
+            if taken <= bits:
+                return bits
+            bits = max(taken, round(bits + 0.01, 2))
+        return None
 
     def _words(self, n: int, m: int) -> int:
         return int(self.bits * n * m / 16) - 2 * m  # of each output a scale and a count, of 16 bits

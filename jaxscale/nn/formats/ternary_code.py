@@ -202,12 +202,12 @@ class TernaryCode(WeightFormat):
             return False
         _, ins, outs = sizes_of(info.shape, info.contracted or ())
         n, m = math.prod(ins), math.prod(outs)
-        taken = self._taken(n, m)
-        if taken > self.bits:
+        used = self._taken(n, m)
+        if used > self.bits:
             least = self._least(n, m)
             hint = "no bits below 1.6 are enough; use 'ternary'" if least is None else f"set at least {least}"
             raise ConfigError(
-                f"TernaryCode.bits = {self.bits}: scales and zeros of {info.path} take {taken} bits for each of its "
+                f"TernaryCode.bits = {self.bits}: scales and zeros of {info.path} take {used} bits for each of its "
                 f"{n} x {m} weights; {hint}"
             )
         if n // int(dictionary(self.zeros).lengths.min()) >= 2**16:
@@ -227,10 +227,10 @@ class TernaryCode(WeightFormat):
         """Return the least bits, in hundredths, whose own dictionary fits, as words have fewer zeros with more bits."""
         bits = self.bits
         while bits < _BELOW:
-            taken = TernaryCode(bits)._taken(n, m)
-            if taken <= bits:
+            used = TernaryCode(bits)._taken(n, m)
+            if used <= bits:
                 return bits
-            bits = max(taken, round(bits + 0.01, 2))
+            bits = max(used, round(bits + 0.01, 2))
         return None
 
     def _words(self, n: int, m: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from jaxscale.config_registry import registered
 from jaxscale.config_types import type_hints
 
-MOST = 30
+MOST = 60
 """Settings with more choices list none."""
 
 

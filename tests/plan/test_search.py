@@ -190,7 +190,7 @@ def test_the_planned_file_is_not_overwritten(tmp_path, capfd):
 
 def test_the_last_compilation_is_for_the_smallest_and_what_a_compiler_refuses_is_passed_over(monkeypatch):
     target, quiet = devices_of(2**40), lambda *_: None
-    result = searching.front(searching._walk(list(candidates(CONFIG, 4, SMALL)), target, 99.0, quiet)[0])
+    result = searching.front(searching._walk(list(candidates(CONFIG, 4, SMALL)), target, 99.0, quiet, None)[0])
     assert len(result) > 3
     calls = []
 
@@ -202,7 +202,7 @@ def test_the_last_compilation_is_for_the_smallest_and_what_a_compiler_refuses_is
         return dataclasses.replace(planned, compiled=Compiled(target.chip.capacity + 1, None, 0.0))
 
     monkeypatch.setattr(searching, "plan_for", plan)
-    done, refused = searching._compile(result, target, 3, quiet)
+    done, refused = searching._compile(result, target, 3, quiet, None)
     assert calls == [result[0].candidate.config, result[1].candidate.config, result[-1].candidate.config]
     assert sorted(done) == [1, len(result) - 1] and "does not like it" in refused[0]
 

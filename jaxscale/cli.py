@@ -157,7 +157,10 @@ def _run(argv: list[str]) -> int:
     names = [command.__name__.rpartition(".")[2].rstrip("_") for command in COMMANDS]
     if rest and not rest[0].startswith("-") and rest[0] not in names:
         raise ConfigError(f"there is no command '{rest[0]}' (see jaxscale --help){near(rest[0], names)}")
-    args, more = parser.parse_known_args(rest)
+    try:
+        args, more = parser.parse_known_args(rest)
+    except ConfigError as e:
+        raise _misspelt(str(e), rest) or e from None
     if more:
         options = [a for a in more if a.startswith("--") or "=" in a][:1]
         known = re.findall(r"--[a-z][a-z-]*", parser.format_help() if args.command is None else _help_of(rest))
@@ -183,12 +186,22 @@ def _run(argv: list[str]) -> int:
     return args.run_command(args, bindings)
 
 
+def _misspelt(message: str, argv: list[str]) -> ConfigError | None:
+    """An error that names the option which nearly is the one that argparse misses, or `None`."""
+    _, _, missing = message.partition("; see ")[0].partition("are required: ")
+    for word in argv:
+        close = difflib.get_close_matches(word.partition("=")[0], missing.split(", "), 1, cutoff=0.8)
+        if word.startswith("--") and close:
+            return ConfigError(f"unrecognized arguments: {word}; did you mean '{close[0]}'?")
+    return None
+
+
 def _hint(word: str, known: list[str]) -> str:
     """What an unknown option, or `name=value`, may stand for: an option, a binding, or an axis of the mesh."""
     name, _, value = word.partition("=")
     bare, value = name.lstrip("-"), value or "..."
     options = [option.removeprefix("--") for option in known]
-    close = same(bare, options) or difflib.get_close_matches(bare, options, 1, cutoff=0.9)  # before a mesh axis
+    close = difflib.get_close_matches(bare, options, 1, cutoff=0.85) or same(bare, options)  # before a mesh axis
     if close:
         return f"; did you mean '--{close[0]}'?"
     if "--gin" not in known:

@@ -356,6 +356,8 @@ def test_the_version_is_shown(capfd):
             ["grow", "x", "--expert", "4", "--out", "y"],
             ["unrecognized arguments: --expert", "did you mean '--experts'"],
         ),
+        (["prune", "x", "y", "--expert", "4"], ["unrecognized arguments: --expert", "did you mean '--experts'"]),
+        (["plan", "GIN", "--topology", "v5p:2x2x2", "--load", "zipf:1"], ["did you mean '--loads'"]),
         (["train", "GIN", "--devises", "8"], ["unrecognized arguments: --devises", "did you mean '--devices'"]),
         (["train", "GIN", "--setps=3"], ["--setps=3"]),
         (["train", "smal.gin"], ["no config file 'smal.gin'", "did you mean 'small.gin'"]),

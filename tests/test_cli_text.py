@@ -147,6 +147,7 @@ def test_sample_takes_a_draft_and_a_mesh(run, finished_run):
         (["--prompts", "empty.txt"], ["empty.txt has no prompt"]),
         (["--prompts", "quiz.jsonl"], ["quiz.jsonl, line 1", '"prompt"']),
         (["--draft", "nowhere"], ["nowhere is not a run folder"]),
+        (["--draft", "mpt"], ["--draft mpt", "did you mean 'mtp'"]),
         (["--draft", "mtp"], ["draft = 'mtp'", "Transformer.multi_token = 1"]),
         (["--draft", "RUN", "--draft-tokens", "0"], ["draft_tokens = 0"]),
         (["--mesh", "tensor=16"], ["needs 16 devices"]),

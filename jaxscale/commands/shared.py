@@ -176,11 +176,20 @@ def draft_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def draft_of(args: argparse.Namespace) -> Run | str | None:
-    """The draft of `--draft`: a run, "mtp", or `None` without the option."""
+    """The draft of `--draft`: a run, "mtp", or `None` without the option.
+
+    Raises:
+      ConfigError: it is nearly "mtp", and no folder has that name.
+      RunError: the folder is not a run.
+    """
     from jaxscale import load
     from jaxscale.infer.steppers import MTP
 
-    return args.draft if args.draft in (None, MTP) else load(args.draft)
+    if args.draft in (None, MTP):
+        return args.draft
+    if (hint := near(args.draft, [MTP])) and not Path(args.draft).exists():
+        raise ConfigError(f"--draft {args.draft} is neither a run folder nor '{MTP}'{hint}")
+    return load(args.draft)
 
 
 def weights_of(args: argparse.Namespace, bindings: list[str]) -> WeightFormat | None:

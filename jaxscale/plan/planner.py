@@ -238,7 +238,7 @@ def plan_for(
         raise
     except NotCovered as e:
         if loads is not None:
-            raise ConfigError(f"{e.why}, and so none covers its loads of experts; leave loads out") from None
+            raise ConfigError(f"{e.why}; loads of experts change the formulas only, so leave loads out") from None
         _check_as_training(config, target)
         memory, work = traced_plan(config, target)
         method, notes = "traced", (f"{e.why}: they are those of the traced step", *_branches(work))

@@ -168,7 +168,7 @@ def search(
     except NotCovered as e:
         method = e.why
         if loads is not None:
-            raise ConfigError(f"{e.why}, and so none covers its loads of experts; leave loads out") from None
+            raise ConfigError(f"{e.why}; loads of experts change the formulas only, so leave loads out") from None
     if target.slices > 1 and config.layout.across is None:  # type: ignore[union-attr]
         raise LayoutError(
             f"{target.name} has {target.slices} slices: name the mesh axis that spans them, as Layout.across = 'data'"

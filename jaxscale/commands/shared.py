@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import dataclasses
 import glob
 import importlib
@@ -187,8 +188,8 @@ def draft_of(args: argparse.Namespace) -> Run | str | None:
 
     if args.draft in (None, MTP):
         return args.draft
-    if (hint := near(args.draft, [MTP])) and not Path(args.draft).exists():
-        raise ConfigError(f"--draft {args.draft} is neither a run folder nor '{MTP}'{hint}")
+    if difflib.get_close_matches(args.draft, [MTP]) and not Path(args.draft).exists():
+        raise ConfigError(f"--draft {args.draft} is neither a run folder nor '{MTP}'; did you mean '{MTP}'?")
     return load(args.draft)
 
 

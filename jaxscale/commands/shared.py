@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import dataclasses
+import difflib
 import glob
 import importlib
 import sys

@@ -223,18 +223,19 @@ def _loads(config: TrainConfig, text: str) -> Loads:
     """Loads of experts from `--loads`.
 
     Raises:
-      ConfigError: the model has no experts, or the text is neither a distribution nor the folder of a run with loads.
+      ConfigError: the model has no experts, or unlike ones, or the text is neither a distribution nor the folder of a
+        run with loads.
     """
-    from jaxscale.nn import MixtureOfExperts
-    from jaxscale.plan.expert_loads import Loads, loads_of
+    from jaxscale.plan.expert_loads import Loads, loads_of, mixture_of
     from jaxscale.train import expert_load
 
-    mlp = getattr(config.model, "mlp", None)
-    if not isinstance(mlp, MixtureOfExperts):
-        raise ConfigError("--loads is for models with experts, and this one has none; leave it out")
+    try:
+        moe = mixture_of(config.model)
+    except ConfigError as e:
+        raise ConfigError(f"--loads: {e}") from None
     folder = local(text)
     if not folder.is_dir():
-        return loads_of(text, mlp.experts)
+        return loads_of(text, moe.experts)
     steps = expert_load.read_experts(folder / expert_load.FILE)
     return Loads.counted({step: {n: at.load for n, at in layers.items()} for step, layers in steps.items()}, text)
 

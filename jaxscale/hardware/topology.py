@@ -71,10 +71,7 @@ class Topology:
                 f"{over_slices(sizes, self.slices)}"
             )
         crossing = self.slices > 1 and crosses in axes
-        inner = {a: s // self.slices if self.slices > 1 and a == crosses else s for a, s in sizes.items()}
-        places = _places(self.chip, self.shape, tuple(inner.values()))
-        index = tuple(slice(None) if a in axes else 0 for a in inner)
-        group = places[index].reshape(-1, places.shape[-1])
+        group = self._group(sizes, axes, crosses)
         if not self.chip.links and len(group) > 1:
             raise LayoutError(
                 f"the hardware file of {self.name} has no links; run microbench on several devices, or add them"
@@ -82,6 +79,38 @@ class Topology:
         # Outermost first: `min` returns the first of two equally slow levels, and the outer one has the higher latency.
         speeds = [s for level in self.chip.links[::-1] if (s := self._speed(level, group, crossing)) is not None]
         return min(speeds, key=lambda level: level[1], default=((*self.chip.links, _NONE)[0], math.inf))
+
+    def sides(
+        self, sizes: Mapping[str, int], axes: tuple[str, ...], crosses: str | None = None
+    ) -> tuple[tuple[int, float], ...]:
+        """Return the sides of the torus that a group of devices spans: chips, and the share of bandwidth.
+
+        A side's share is the fraction of the dimension's bandwidth that the group can use (see `link`).
+
+        Args:
+          sizes: as for `link`.
+          axes: as for `link`.
+          crosses: as for `link`.
+
+        Returns:
+          a pair for each dimension along which the group has several chips; none without a torus.
+        """
+        level = next((each for each in self.chip.links if each.shape == "torus"), None)
+        return () if level is None else self._sides(level, self._group(sizes, axes, crosses))
+
+    def _group(self, sizes: Mapping[str, int], axes: tuple[str, ...], crosses: str | None) -> np.ndarray:
+        """Positions of the first group of devices of mesh axes in one slice: device x coordinates."""
+        inner = {a: s // self.slices if self.slices > 1 and a == crosses else s for a, s in sizes.items()}
+        places = _places(self.chip, self.shape, tuple(inner.values()))
+        index = tuple(slice(None) if a in axes else 0 for a in inner)
+        return places[index].reshape(-1, places.shape[-1])
+
+    def _sides(self, level: Link, group: np.ndarray) -> tuple[tuple[int, float], ...]:
+        rings = [level.wrap > 0 and s % level.wrap == 0 for s in self.shape]
+        rings = rings if all(rings) or not level.whole else [False] * len(rings)
+        each = zip(group.T.tolist(), self.shape, rings, strict=False)
+        spans = [(sorted({*at}), size, ring) for at, size, ring in each]
+        return tuple((len(at), _ways(at, size, ring)) for at, size, ring in spans if len(at) > 1)
 
     def _speed(self, level: Link, group: np.ndarray, crossing: bool) -> tuple[Link, float] | None:
         """Bandwidth of each device of a group on one level, or `None` if the group does not use the level.
@@ -94,11 +123,7 @@ class Topology:
         units = len(np.unique(group[:, :-1], axis=0))  # number of chips (torus) or hosts
         together = max(1, len(group) // units)  # members of the group on one chip or host
         if level.shape == "torus":
-            rings = [level.wrap > 0 and s % level.wrap == 0 for s in self.shape]
-            rings = rings if all(rings) or not level.whole else [False] * len(rings)
-            ways = sum(
-                _ways(sorted({*at}), s, r) for at, s, r in zip(group.T.tolist(), self.shape, rings, strict=False)
-            )
+            ways = sum(share for _, share in self._sides(level, group))
             return (level, ways * level.bandwidth * together) if ways else None
         if level.reach is not None:
             return (level, level.bandwidth) if together > 1 else None

@@ -256,9 +256,12 @@ class TransformerConfig:
         uncovered = [m for m in (self.attention_layer, *self.other_mixers) if not m.in_formulas]
         if uncovered or self.other_mixers:  # the formulas assume one kind of mixer
             return " and ".join(dict.fromkeys(type(m).__name__ for m in uncovered or self.other_mixers))
-        mlps = dict.fromkeys(b.mlp for b in self.blocks if b.mlp not in (None, self.mlp))
-        if len(mlps) > 1 or any(isinstance(mlp, MixtureOfExperts) for mlp in mlps):
-            return "blocks whose feed-forward layers are of several kinds besides Transformer.mlp"
+        others = [(layer, b.mlp) for layer, b in enumerate(self.blocks) if b.mlp not in (None, self.mlp)]
+        for layer, mlp in others:
+            if isinstance(mlp, MixtureOfExperts):
+                return f"layer {layer}, whose experts are not those of Transformer.mlp"
+            if mlp != others[0][1]:
+                return f"layer {layer}, whose feed-forward layer is of a third kind besides Transformer.mlp"
         return None
 
     def at_width(self, width: int) -> TransformerConfig:

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from jaxscale.errors import ConfigError
 from jaxscale.hardware import Chip
 from jaxscale.layout import Layout
+from jaxscale.models import TransformerConfig
 from jaxscale.nn import MixtureOfExperts
 from jaxscale.parallel.dispatch import Dispatcher, DroplessDispatch, HierarchicalDispatch, SlotDispatch
 from pallas_kernels.dispatch import Target
@@ -132,6 +133,30 @@ class SlowestRows:
 
 EVEN = SlowestRows()
 """Every device has as many rows, no tile is filled up, and buffers hold no more than rows."""
+
+
+def mixture_of(model: object) -> MixtureOfExperts:
+    """Return the experts of a model, which all of its layers with experts have.
+
+    Args:
+      model: the model's config; its layers without experts may have any feed-forward layer.
+
+    Raises:
+      ConfigError: no layer has experts, or some layers have other experts than the rest.
+    """
+    mlps = model.layer_mlps() if isinstance(model, TransformerConfig) else []
+    layers = {at: mlp for at, mlp in enumerate(mlps) if isinstance(mlp, MixtureOfExperts)}
+    if not layers:
+        raise ConfigError("loads are of experts, and no layer of the model has any; leave them out")
+    first, moe = next(iter(layers.items()))
+    for at, other in layers.items():
+        if other != moe:
+            fields = [f.name for f in dataclasses.fields(moe) if getattr(moe, f.name) != getattr(other, f.name)]
+            raise ConfigError(
+                f"loads are of layers with the same experts, and layer {at} differs from layer {first} in "
+                f"{' and '.join(fields)}; leave them out"
+            )
+    return moe
 
 
 def sent_axes(layout: Layout) -> dict[str, int]:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from jaxscale.plan.scopes import scopes_of, share_of_updates, stage_of
+from jaxscale.plan.scopes import iterations_in, scopes_of, share_of_updates, stage_of
 
 _ORDER = ("other", "forward", "backward", "recomputed")
 
@@ -31,8 +31,8 @@ class FlopRow:
       dtype: the widest floating-point dtype of its operands.
       stage: one of `PASSES`.
       matmul: True for a product, a decomposition or a kernel; False for elementwise operations and reductions.
-      certain: False where the length of a loop or a branch depends on data (one iteration of the loop and the longest
-        branch count), and where a kernel declares no cost (it counts 0).
+      certain: False where the length of a loop or a branch depends on data (as many iterations as a named scope
+        states, else one, and the longest branch count), and where a kernel declares no cost (it counts 0).
     """
 
     module: str
@@ -126,8 +126,9 @@ class _Walk:
         self.jaxpr(eqn.params["jaxpr"].jaxpr, place, times * eqn.params["length"], certain)
 
     def loop(self, eqn: core.JaxprEqn, place: _Place, times: int, certain: bool) -> None:
-        """Count one iteration of a while loop, which is not certain."""
-        self.jaxpr(eqn.params["body_jaxpr"].jaxpr, place, times, False)
+        """Count a while loop's iterations if a named scope states about how many, else one; neither is certain."""
+        about = iterations_in(str(eqn.source_info.name_stack).split("/")) or 1
+        self.jaxpr(eqn.params["body_jaxpr"].jaxpr, place, times * about, False)
 
     def cond(self, eqn: core.JaxprEqn, place: _Place, times: int, certain: bool) -> None:
         """Count the branch of this platform, else the longest branch, or a periodic one by its share of updates."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -125,12 +126,15 @@ class _Block:
         self._canonical: dict[int, int] = {}
         self.bytes: dict[int, int] = {}
         every: list[Operation] = []
+        self._updated: dict[int, int] = {}  # bytes of the part that is written in place, and 0 of the array before
         for op in operations:
             if op.name in ALIASES and op.reads:
                 self._canonical |= {n: op.reads[0] for n in op.writes if n != op.reads[0]}
             elif op.writes or op.body:
                 every.append(dataclasses.replace(op, reads=tuple({self.canonical(n) for n in op.reads})))
                 self.bytes |= op.writes
+                if op.name == "dynamic_update_slice" and (part := self.canonical(op.reads[1])) in self.bytes:
+                    self._updated |= {self.canonical(op.reads[0]): 0, **dict.fromkeys(op.writes, self.bytes[part])}
         self.results = {self.canonical(n) for n in results}
         every = with_fused_outputs(every, self.results)
         self._by = {n: op for op in every for n in op.writes}
@@ -140,11 +144,18 @@ class _Block:
                 users[n].append(op)
         stored = {id(op) for op in every if self._stored(op, [u for n in op.writes for u in users[n]])}
         self.operations: list[Operation] = []
-        sources: dict[int, frozenset[int]] = {}  # of fused arrays, the arrays in memory that they are computed from
+        self._read: list[dict[int, float]] = []  # by operation, arrays and the bytes of each that it reads at most
+        sources: dict[int, dict[int, float]] = {}  # of fused arrays, the same
         for op in every:
-            reads = frozenset[int]().union(*(sources.get(n, {n}) for n in op.reads))
+            reads: dict[int, float] = {}
+            most = sum(op.writes.values()) if op.name == "dynamic_slice" else math.inf
+            for n in op.reads:
+                for source, size in sources.get(n, {n: math.inf}).items():
+                    reads[source] = reads.get(source, 0.0) + min(size, most)
             if id(op) in stored:
-                self.operations.append(dataclasses.replace(op, reads=tuple(reads - {*op.writes})))
+                reads = {n: size for n, size in reads.items() if n not in op.writes}
+                self.operations.append(dataclasses.replace(op, reads=tuple(reads)))
+                self._read.append(reads)
             else:
                 sources |= dict.fromkeys(op.writes, reads)
 
@@ -288,12 +299,14 @@ class _Block:
         """
         sizes = {**arguments, **self.bytes}
         total = 0.0
-        for op in self.operations:
+        for op, read in zip(self.operations, self._read, strict=True):
             if op.body:
                 inner = {n: size for n, (*_, size) in (*op.rows.items(), *op.carried.items())}
                 total += op.length * _Block(op.body, _results_of(op), self._habits).moved({**sizes, **inner})
             else:
-                total += sum(sizes.get(n, 0) for n in (*op.reads, *op.writes))
+                part = self._updated if op.name == "dynamic_update_slice" else {}
+                total += sum(min(size, part.get(n, sizes.get(n, 0))) for n, size in read.items())
+                total += sum(part.get(n, sizes.get(n, 0)) for n in op.writes)
         return total
 
 

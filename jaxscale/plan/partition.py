@@ -102,7 +102,8 @@ def partitioned(
 
     Returns:
       FLOPs and collectives of one call. Of other conditionals the branch with the most FLOPs is counted, and a loop
-      whose length depends on data is counted once; both have `certain = False`.
+      whose length depends on data as often as a named scope states (`iterations_in`), else once; both have
+      `certain = False`.
     """
     with layout:
         closed = jax.make_jaxpr(fn)(*args)

@@ -14,7 +14,7 @@ from jaxscale.layout import Boxes
 from jaxscale.plan.flop_walk import manual_axes, plain_jaxpr
 from jaxscale.plan.partition_rules import Rule, elementwise
 from jaxscale.plan.program import Operation
-from jaxscale.plan.scopes import share_of_updates
+from jaxscale.plan.scopes import iterations_in, share_of_updates
 from jaxscale.step.trace import parts_of_scan
 
 if TYPE_CHECKING:
@@ -93,7 +93,8 @@ def _scan(walk: Walk, eqn: core.JaxprEqn, inputs: Sequence[Value]) -> list[Value
 def _while(walk: Walk, eqn: core.JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     skip, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     body, carry = eqn.params["body_jaxpr"].jaxpr, inputs[skip + consts :]
-    return _loop(walk, eqn, body, inputs[skip : skip + consts], carry, [], 1, False)[1]
+    about = iterations_in(str(eqn.source_info.name_stack).split("/")) or 1
+    return _loop(walk, eqn, body, inputs[skip : skip + consts], carry, [], about, False)[1]
 
 
 def _loop(
@@ -135,7 +136,7 @@ def _loop(
     carried = {i.number: (x.number, o.number, walk.record.bytes_of(v, i.boxes)) for v, x, i, o in each}
     reads = tuple(x.number for x in (*consts, *carry))
     writes = {end: size for _, end, size in carried.values()}
-    outside.append(Operation("loop", reads, writes, scope, body=inner, carried=carried))
+    outside.append(Operation("loop", reads, writes, scope, body=inner, carried=carried, length=length))
     return outputs[n:], outputs[:n], [Boxes(x.boxes.split) for x in inside]
 
 

@@ -17,7 +17,6 @@ from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.hardware import Topology, topology
 from jaxscale.layout import Layout
 from jaxscale.layout.mesh import parse_mesh
-from jaxscale.nn import MixtureOfExperts
 from jaxscale.plan.budget import Budget, budget_of
 from jaxscale.plan.by_tracing import traced_plan, with_traced_memory
 from jaxscale.plan.collectives import Collective, collectives
@@ -25,7 +24,7 @@ from jaxscale.plan.communication import partition, sized
 from jaxscale.plan.compile import bytes_needed, bytes_of, compile_step
 from jaxscale.plan.covered import NotCovered, check_attention, covered
 from jaxscale.plan.error_bars import ErrorBar, error_bar, time_error_bar, unusual
-from jaxscale.plan.expert_loads import EVEN, Loads, SlowestRows, slowest_rows
+from jaxscale.plan.expert_loads import EVEN, Loads, SlowestRows, mixture_of, slowest_rows
 from jaxscale.plan.memory import Estimate, estimate
 from jaxscale.plan.partition import Partitioned
 from jaxscale.plan.printing import Printable
@@ -308,18 +307,13 @@ def slowest_of(config: TrainConfig, target: Topology, loads: Loads) -> SlowestRo
       loads: the loads.
 
     Raises:
-      ConfigError: the model has no experts, or another number of them.
+      ConfigError: the model has no experts, another number of them, or not the same in all layers with experts.
     """
     model, layout = covered(config), _layout(config)
-    layers = [mlp for mlp in model.layer_mlps() if isinstance(mlp, MixtureOfExperts)]
-    if not layers:
-        raise ConfigError(
-            f"loads = {loads.name} are of experts, and {type(model.mlp).__name__} has none; leave them out"
-        )
     tokens = config.micro_batch * config.seq_len // (layout.split("expert_batch") * layout.split("expert_seq"))
     if layout.stages > 1:
         tokens //= layout.schedule.microbatches_of(layout.stages, config.micro_batch, layout.split("batch"))
-    return slowest_rows(loads, layers[-1], tokens, model.sizes.width, layout, target.chip, model.dtype)
+    return slowest_rows(loads, mixture_of(model), tokens, model.sizes.width, layout, target.chip, model.dtype)
 
 
 def on_hardware(config: TrainConfig, target: Topology) -> TrainConfig:

@@ -230,9 +230,10 @@ def collective_time(c: Collective, topology: Topology, sizes: Mapping[str, int],
 
     Gathers, scatters and sums use rings: the bytes that a device sends (`Collective.sent`) over its bandwidth, and a
     latency for each hop. On a torus they use both directions, so that the farthest device is half a ring away.
-    All-to-alls load a ring's links by the distance between its members: a quarter of the time of a gather of the same
-    arrays (Austin et al. 2025, "How to Scale Your Model"). A permute uses one direction of one dimension. Through a
-    switch, each device's own link carries the bytes that it sends.
+    Half of the bytes of an all-to-all cross the middle of a torus, which is narrowest across its longest side, counted
+    double where this does not close into a ring: along one ring, a quarter of the time of a gather of the same arrays
+    (Austin et al. 2025, "How to Scale Your Model"). A permute uses one direction of one dimension. Through a switch,
+    each device's own link carries the bytes that it sends.
 
     Args:
       c: the collective.
@@ -240,22 +241,22 @@ def collective_time(c: Collective, topology: Topology, sizes: Mapping[str, int],
       sizes: as for `Topology.link`.
       crosses: as for `Topology.link`.
     """
-    return _seconds(c, topology.chip, *topology.link(sizes, c.axes, crosses))
+    sides = topology.sides(sizes, c.axes, crosses)
+    return _seconds(c, topology.chip, sides, *topology.link(sizes, c.axes, crosses))
 
 
-def _seconds(c: Collective, chip: Chip, link: Link, speed: float) -> float:
-    ways = speed / link.bandwidth  # dimensions of a torus, half if not closed; else devices that share links
+def _seconds(c: Collective, chip: Chip, sides: tuple[tuple[int, float], ...], link: Link, speed: float) -> float:
     torus = link.shape == "torus"
     share = _share(chip, link.name, "link")
-    dims = max(1, round(ways)) if torus else 1
-    side = c.devices ** (1 / dims)
+    far = sum(side for side, _ in sides) / 2  # hops to the farthest device of a torus
     own, times = link.bandwidth * share, c.times * c.share
     if c.kind == "collective-permute":
         return times * (c.payload / (own / 2 if torus else own) + link.latency)
     if c.kind == "all-to-all":
-        bandwidth = c.payload * side / 4 / (own * min(1.0, ways / dims)) if torus else c.sent / max(times, 1e-12) / own
-        return times * (bandwidth + link.latency * (dims * side / 2 if torus else 1))
-    hops = dims * side / 2 if torus else max(1.0, c.devices / ways) - 1
+        longest = max((side / of_ring for side, of_ring in sides), default=0.0)
+        bandwidth = c.payload * longest / 4 / own if torus else c.sent / max(times, 1e-12) / own
+        return times * (bandwidth + link.latency * (far if torus else 1))
+    hops = far if torus else max(1.0, c.devices * link.bandwidth / speed) - 1
     rounds = 2 if c.kind == "all-reduce" else 1
     return c.sent / (speed * share) + times * rounds * hops * link.latency
 
@@ -264,10 +265,12 @@ def _traffic(work: Work, topology: Topology, beside: Mapping[str, float]) -> tup
     """Communication by mesh axes. Axes on different torus dimensions do not share links; through a switch all do."""
     seconds: dict[tuple[tuple[str, ...], str | None], float] = defaultdict(float)
     sent: dict[tuple[str, ...], int] = defaultdict(int)
-    links = {axes: topology.link(work.sizes, axes, work.crosses) for axes in {c.axes for c in work.collectives}}
+    every = {c.axes for c in work.collectives}
+    links = {axes: topology.link(work.sizes, axes, work.crosses) for axes in every}
+    sides = {axes: topology.sides(work.sizes, axes, work.crosses) for axes in every}
     for c in work.collectives:
         if c.devices > 1 or c.kind == "collective-permute":
-            seconds[c.axes, hides_behind(c, work.hidden)] += _seconds(c, topology.chip, *links[c.axes])
+            seconds[c.axes, hides_behind(c, work.hidden)] += _seconds(c, topology.chip, sides[c.axes], *links[c.axes])
             sent[c.axes] += c.sent
     left = {name: time * _share(topology.chip, "overlap") for name, time in beside.items()}
     on_link: dict[str, float] = defaultdict(float)  # by shared link, seconds that are already hidden

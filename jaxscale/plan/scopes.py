@@ -64,9 +64,21 @@ def share_in(names: Collection[str]) -> float | None:
     return None if every is None else 1 / int(every[1])
 
 
+def iterations_in(names: Collection[str]) -> int | None:
+    """Return about how often a loop whose length depends on data runs, or `None` if its named scopes do not tell.
+
+    The scope "about_16_iterations" around a loop states it.
+
+    Args:
+      names: the scopes.
+    """
+    about = next((m for m in map(re.compile(r"about_(\d+)_iterations").fullmatch, sorted(names)) if m), None)
+    return None if about is None else int(about[1])
+
+
 _AGAIN = "rematted_computation"
 _WRAPPED = re.compile(rf"\w+\(|\)|\b{_AGAIN}\b")  # scopes are inside "transpose(jvp(...))"
 _CONTROL = re.compile(
     rf"{FORWARD}|{BACKWARD}|\w+_phase|\[\d+\]|while|body|cond|closed_call|checkpoint|remat|shard_map|branch_\d+_fun|"
-    r"first_update|every_\d+_updates|pjit|eval_jaxpr"
+    r"first_update|every_\d+_updates|about_\d+_iterations|pjit|eval_jaxpr"
 )

@@ -307,11 +307,13 @@ def _between(config: TrainConfig, at: _Place, held: float) -> list[Op]:
         "gates": 0.0,
         "dispatch": 0.0,
     }
+    gates = 1
     for p in products(model, config.seq_len):
+        if p.name == "mlp_up":  # before its "mlp_down"
+            gates = sum(part.columns for part in p.parts)
         if p.name == "mlp_down":
             spread = ("expert_batch", "expert_seq", "experts") if p.weights > 1 else ("batch", "seq")
             rows = tokens * p.rows * p.layers * at.share(*spread, "layers") * (held if p.weights > 1 else 1.0)
-            gates = 1 + gated(model.mlp)
             elements["gates"] += (gates + 1) * rows * p.inner * at.share_of(p, *spread) / at.share(*spread)
             elements["dispatch"] += 4 * rows * z.width if p.weights > 1 else 0.0  # sent to experts and back
     ops = [Op(name, "memory", 0, n * size * (3 + again), model.dtype) for name, n in elements.items()]

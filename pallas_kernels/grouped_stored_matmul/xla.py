@@ -35,6 +35,16 @@ def tile_of(facts: Facts) -> int:
     return min(_MOST, max(8, 1 << (2 * facts.each.m // facts.groups).bit_length()))
 
 
+def tiles_of(facts: Facts) -> int:
+    """Return the number of tiles if all groups have as many rows.
+
+    Args:
+      facts: of the product.
+    """
+    groups = min(facts.groups, facts.each.m)
+    return groups * -(-facts.each.m // (groups * tile_of(facts))) if groups else 0
+
+
 def run(target: Any, rows: jax.Array, weight: Packed, sizes: jax.Array, *, facts: Facts) -> jax.Array:
     """See `dispatch.Implementation`."""
     each, tile = facts.each, tile_of(facts)
@@ -55,4 +65,5 @@ def run(target: Any, rows: jax.Array, weight: Packed, sizes: jax.Array, *, facts
         return t + 1, lax.dynamic_update_slice_in_dim(out, y, begin, 0)
 
     out = jnp.zeros((each.m + tile, each.k if each.transposed else each.n), each.out)
-    return lax.while_loop(lambda c: c[0] < until[-1], body, (jnp.int32(0), out))[1][: each.m]
+    with jax.named_scope(f"about_{tiles_of(facts)}_iterations"):  # for planners, which see no lengths of groups
+        return lax.while_loop(lambda c: c[0] < until[-1], body, (jnp.int32(0), out))[1][: each.m]

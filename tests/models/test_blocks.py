@@ -216,7 +216,7 @@ def test_the_formulas_of_the_planner_refuse_a_mixer_that_they_do_not_know():
     with raises_saying(ConfigError, "GatedRecurrence", "its own widths"):
         MIXED.at_width(32)
     kinds = (BlockConfig(), BlockConfig(mlp=GELU), BlockConfig(mlp=GeGLU))
-    with raises_saying(ConfigError, "no formula covers", "several kinds besides Transformer.mlp"):
+    with raises_saying(ConfigError, "no formula covers", "layer 2", "third kind besides Transformer.mlp"):
         products(dataclasses.replace(MIXED, blocks=kinds), 16)
     assert products(dataclasses.replace(MIXED, blocks=kinds[:2]), 16)
     traced = plan_for(RUN, "v5e:2x4", compile="never")

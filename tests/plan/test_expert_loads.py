@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec
 from jaxscale.errors import ConfigError
 from jaxscale.hardware import chip, topology
 from jaxscale.layout import Layout
-from jaxscale.models.presets import mixtral_8x7b
-from jaxscale.nn import MixtureOfExperts, flash_attention
+from jaxscale.models import BlockConfig
+from jaxscale.models.presets import gpt2, mixtral_8x7b
+from jaxscale.nn import GELU, MixtureOfExperts, flash_attention
 from jaxscale.parallel.dispatch import (
     AllGatherDispatch,
     Choices,
@@ -22,9 +23,9 @@ from jaxscale.parallel.dispatch import (
     ExpertAxes,
     HierarchicalDispatch,
 )
-from jaxscale.plan import search
+from jaxscale.plan import plan_for, search
 from jaxscale.plan.collectives import Collective
-from jaxscale.plan.expert_loads import EVEN, Loads, loads_of, slowest_rows
+from jaxscale.plan.expert_loads import EVEN, Loads, loads_of, mixture_of, slowest_rows
 from jaxscale.plan.roofline import step_time
 from jaxscale.plan.search import NOTHING
 from jaxscale.plan.space import Space
@@ -103,6 +104,24 @@ def test_a_step_waits_for_the_device_with_the_most_rows():
     assert step_time(skewed, target).total > step_time(even, target).total
 
 
+def test_layers_without_experts_do_not_wait_for_skewed_ones():
+    """Of 4 layers the first is dense (DeepSeek), or every second block: their products have as many rows as ever."""
+    layout, moe = Layout("expert=8"), dataclasses.replace(MODEL.mlp, hidden=1024)
+    first = dataclasses.replace(MODEL, depth=4, mlp=moe, dense_layers=1, dense_mlp=GELU)
+    blocks = dataclasses.replace(MODEL, depth=4, mlp=moe, blocks=(BlockConfig(), BlockConfig(mlp=GELU)))
+    for model, dense in ((first, 1), (blocks, 2)):
+        assert mixture_of(model) == moe
+        config = TrainConfig(model=model, layout=layout, batch_size=8, seq_len=2048)
+        rows = slowest_rows(loads_of("zipf:1", 8), moe, 2048, model.sizes.width, layout, chip("v5p"))
+        even, skewed = (work_of(config, layout, NOTHING, (), slowest=slowest) for slowest in (EVEN, rows))
+        flops = [sum(op.flops for op in w.ops if op.name == "mlp_up" and op.kind == "matmul") for w in (even, skewed)]
+        passes = flops[0] / (2 * 2048 * model.sizes.width * model.sizes.hidden * dense)
+        assert flops[0] == flops[1] and passes in (3, 4)
+        gates = next(op.bytes for op in even.ops if op.name == "gates")  # in tokens of a device, layers and elements
+        widths = 2 * dense * model.sizes.hidden + 3 * (4 - dense) * 2 * 1024  # GELU writes one, SwiGLU reads two
+        assert gates == pytest.approx(2048 * widths * 2 * passes)
+
+
 @pytest.mark.long
 def test_a_search_under_skewed_loads_has_the_time_of_that_skew():
     config = TrainConfig(model=MODEL, layout=Layout("fsdp=8"), batch_size=8, seq_len=2048, segments=False)
@@ -124,6 +143,15 @@ def test_loads_are_refused_in_a_sentence():
         slowest_rows(loads_of("even", 16), MODEL.mlp, 64, 64, Layout("expert=8"), chip("v5p"))
     with raises_saying(ConfigError, "loads of experts", "at least 0"):
         Loads(((1.0, -1.0),))
+    other = BlockConfig(mlp=dataclasses.replace(MODEL.mlp, top_k=1))
+    with raises_saying(ConfigError, "layer 1 differs from layer 0 in top_k"):
+        mixture_of(dataclasses.replace(MODEL, blocks=(BlockConfig(), other)))
+    with raises_saying(ConfigError, "no layer of the model has any"):
+        mixture_of(gpt2())
+    apart = dataclasses.replace(MODEL, mlp=GELU, blocks=(BlockConfig(), BlockConfig(mlp=MODEL.mlp)))
+    run = TrainConfig(model=apart, layout=Layout("expert=8"), batch_size=8, seq_len=64)
+    with raises_saying(ConfigError, "layer 1, whose experts are not those of Transformer.mlp", "leave loads out"):
+        plan_for(run, "v5p:2x2x2", compile="never", loads=loads_of("even", 8))
     with raises_saying(ConfigError, "no recorded loads", "zipf:1"):
         Loads.counted({}, "runs/demo")
 

@@ -18,7 +18,7 @@ from jaxscale.layout import Boxes
 from jaxscale.models.presets import gpt2
 from jaxscale.nn import MixtureOfExperts, dot_product_attention, flash_attention
 from jaxscale.optim import AdamW, AdamW8bit, EightBit, Muon, OnHost
-from jaxscale.plan import plan_for
+from jaxscale.plan import flops, plan_for
 from jaxscale.plan.by_tracing import traced_plan
 from jaxscale.plan.communication import partition
 from jaxscale.plan.error_bars import REGIMES, TIME_REGIMES, error_bar, regime, time_error_bar
@@ -27,6 +27,8 @@ from jaxscale.plan.partition import partitioned
 from jaxscale.plan.planner import on_hardware
 from jaxscale.step import LocalSteps, LoRA
 from jaxscale.train import FromRun
+from pallas_kernels.grouped_stored_matmul import grouped_stored_matmul
+from pallas_kernels.stored_matmul.examples import FORMATS, shapes
 
 V5E = topology("v5e:2x2")
 LAYOUT = js.Layout("fsdp=4").abstract(4)
@@ -77,6 +79,32 @@ def test_a_loop_holds_its_stacks_and_one_iteration():
         return jax.lax.scan(step, x, None, length=8)[1]
 
     assert temporaries(loop, MATRIX) == 10 * SIZE  # eight rows, the carry and the product
+
+
+def test_a_loop_reads_the_slices_that_it_takes_and_writes_those_that_it_updates():
+    """Each of four iterations reads a matrix of the stack and its square, and writes the square twice."""
+
+    def loop(stack):
+        def step(i, out):
+            return jax.lax.dynamic_update_index_in_dim(out, stack[i] @ stack[i], i, 0)
+
+        return jax.lax.fori_loop(0, 4, step, jnp.zeros_like(stack))
+
+    stack = jax.ShapeDtypeStruct((4, 256, 256), jnp.float32)
+    program = partitioned(loop, (stack,), [Boxes(((),) * 3)], LAYOUT).program
+    assert allocation(program, V5E).moved == pytest.approx(4 * (2 + 2) * SIZE, rel=1e-3)
+
+
+def test_a_product_with_stored_matrices_of_experts_has_a_tile_for_every_expert():
+    """16 rows of 4 experts: tiles of 16 rows (twice the mean, up to a power of two), one for each expert."""
+    weight = jax.tree.map(lambda a: jax.ShapeDtypeStruct((4, *a.shape), a.dtype), shapes(8, 16, **FORMATS["int8"]))
+    args = (jax.ShapeDtypeStruct((16, 8), jnp.bfloat16), weight, jax.ShapeDtypeStruct((4,), jnp.int32))
+    product = functools.partial(grouped_stored_matmul, implementation="xla")
+    boxes = jax.tree.map(lambda a: Boxes(((),) * a.ndim), args)
+    result = partitioned(product, args, boxes, LAYOUT, platform="cuda")
+    assert sum(result.flops.values()) == flops.count(product, *args).matmul == 4 * 2 * 16 * 8 * 16
+    held = {b.what.rpartition("/")[2]: b.size for b in allocation(result.program, topology("h100:1")).at_peak}
+    assert held["pad"] == (16 + 16) * 8 * 2 and held["dot_general"] == 16 * 16 * 2  # rows and a tile more; a tile
 
 
 def test_a_broadcast_array_takes_what_it_is_broadcast_from():

@@ -181,6 +181,28 @@ def test_a_torus_adds_the_bandwidth_of_its_dimensions():
     assert math.isclose(time("collective-permute", ("tensor",), 4, GB), GB / (ici / 2), rel_tol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("name", "longest"),
+    [
+        ("v5p:4x4x4", 4),
+        ("v5p:4x4x16", 16),  # the cube root of its 256 chips is 6.3
+        ("v5p:2x2x2", 4),  # sides that do not close into rings count double
+        ("v5e:4x4", 8),
+        ("v5e:2x8", 16),
+        ("tpu7x:4x4x8", 8),  # two devices a chip: sides count chips
+    ],
+)
+def test_an_all_to_all_waits_for_the_middle_of_the_longest_side(name, longest):
+    """Half of the bytes of each half cross: n * payload / 4 one way, over n / side rings of one bandwidth each way."""
+    target = topology(name)
+    link = next(each for each in target.chip.links if each.shape == "torus")
+    exchange = Collective("all-to-all", ("expert",), target.devices, 64 * GB)
+    sides = {"v5p:4x4x16": 12, "tpu7x:4x4x8": 8, "v5p:2x2x2": 3, "v5e:4x4": 4, "v5e:2x8": 5, "v5p:4x4x4": 6}
+    seconds = 64 * GB * longest / 4 / link.bandwidth + sides[name] * link.latency
+    share = target.chip.efficiency.get(link.name, target.chip.efficiency.get("link", 1.0))
+    assert math.isclose(collective_time(exchange, target, {"expert": target.devices}), seconds / share, rel_tol=1e-3)
+
+
 def test_what_may_run_beside_arithmetic_is_exposed_only_where_it_lasts_longer():
     gather = Collective("all-gather", ("fsdp",), 4, 4 * GB)  # 30 ms
     wait = dataclasses.replace(gather, axes=("tensor",))

@@ -46,6 +46,7 @@ HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 
 _THREADS = 4  # at most three warpgroups, and the program around the kernel
 _STAND_IN = {"tpu": "TPU v5 lite", "cuda": "NVIDIA H200"}  # device kind that an interpreted kernel is given
+_INTERPRETED_CORES = 2  # multiprocessors of an interpreted GPU: enough that blocks share the work
 _interpretation = jax.make_user_context(None)  # part of the key under which traces are cached
 _chosen: dict[tuple[Any, ...], Choice] = {}
 _logged: set[tuple[str, str, str]] = set()
@@ -62,12 +63,15 @@ class Target:
       platform: "tpu", "cuda", "rocm" or "cpu".
       interpret: run the kernel in an interpreter on the CPU (tests).
       races: with `interpret`, detect data races.
+      cores: multiprocessors of a GPU, which persistent kernels have so many blocks for; those of an H100 SXM or H200
+        when the device does not tell.
     """
 
     kind: str
     platform: str
     interpret: bool = False
     races: bool = False
+    cores: int = 132
 
     def tpu(self) -> Any:
         """Return the argument `interpret` of `pallas_call`."""
@@ -182,7 +186,9 @@ def device() -> Target:
     if platform in ("gpu", "cuda"):
         amd = any(maker in current.device_kind for maker in ("AMD", "Radeon", "gfx"))
         platform = "rocm" if amd else "cuda"  # "Tesla T4" does not name its maker
-    return Target(current.device_kind, platform)
+    # An H100 PCIe has 114 and an H20 78. An abstract device (of a mesh) and a real one name the number differently.
+    cores = getattr(current, "num_cores", None) or getattr(current, "core_count", None) if platform == "cuda" else None
+    return Target(current.device_kind, platform, cores=cores or Target.cores)
 
 
 def dispatch(
@@ -254,7 +260,7 @@ def _run_named(
     mode = _interpretation.value
     if mode is not None and one.platforms:
         platform = one.platforms[0]
-        target = Target(_STAND_IN[platform], platform, interpret=True, races=mode == "races")
+        target = Target(_STAND_IN[platform], platform, True, mode == "races", _INTERPRETED_CORES)
     why = _why_not(op, one, target, case)
     if why is not None:
         raise KernelError(f"{op}: implementation='{name}' is not supported here: {why}")
@@ -332,15 +338,16 @@ def interpreted(races: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def on_device(kind: str, platform: str | None = None) -> Iterator[None]:
+def on_device(kind: str, platform: str | None = None, cores: int | None = None) -> Iterator[None]:
     """Lower as for a device of this kind, which need not exist: `jit(f).trace(x).lower(lowering_platforms=...)`.
 
     Args:
       kind: such as "NVIDIA H200" or "TPU v6 lite".
       platform: "gpu" or "tpu"; read off the kind by default.
+      cores: multiprocessors of a GPU; `Target.cores` by default.
     """
     platform = platform or ("tpu" if kind.startswith("TPU") else "gpu")
-    cores = 132 if platform == "gpu" else 1
+    cores = cores or (Target.cores if platform == "gpu" else 1)
     abstract = jax.sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform=platform)
     axis_type = jax.sharding.AxisType.Explicit  # Mosaic GPU reads the device of explicit meshes only
     mesh = jax.sharding.AbstractMesh((1,), ("_device",), (axis_type,), abstract_device=abstract)

@@ -56,8 +56,8 @@ def sound_cache():
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--share 2/3`: of the tests marked `long` the second third, as `.ci/run` asks for by the commit."""
-    parser.addoption("--share", default="1/1", metavar="K/N", help="of the tests marked long, run the Kth of N parts")
+    """`--share 2/3`: of the chosen tests the second third, as `.ci/run` asks for by the commit."""
+    parser.addoption("--share", default="1/1", metavar="K/N", help="of the chosen tests, run the Kth of N parts")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,11 +70,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out long tests of other shares, and skips what compiles for hardware whose compiler is missing."""
+    """Leaves out tests of other shares, and skips what compiles for hardware whose compiler is missing."""
     from tests.truth.long import share
 
     chosen = share(config.getoption("--share"))
-    others = [item for item in items if item.get_closest_marker("long") and not chosen(item.nodeid)]
+    others = [item for item in items if not chosen(item.nodeid)]
     if others:
         config.hook.pytest_deselected(items=others)
         left_out = set(others)

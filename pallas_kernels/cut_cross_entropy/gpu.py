@@ -19,9 +19,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
+from pallas_kernels.cut_cross_entropy import xla
 from pallas_kernels.cut_cross_entropy.inputs import Inputs, Logits, Parts
 from pallas_kernels.dispatch import Target, hopper
-from pallas_kernels.softmax.pairs import combine_all, pair
+from pallas_kernels.softmax.pairs import combine, combine_all, pair
 from pallas_kernels.tiles import entries, lookup
 
 plgpu: Any = mosaic_gpu  # its names differ between versions
@@ -33,8 +34,7 @@ WARPGROUPS = 2
 CHUNK = 64
 """Elements of a vector that one copy moves: 128 bytes, the widest swizzle."""
 DTYPES = ("bfloat16", "float16")
-_SMS = 132
-_MULTIPLE = {"ve": 8, "ev": 64}  # what one swizzled copy moves
+_MULTIPLE = {"ve": 8, "ev": 64}  # words of a tile of a swizzled copy
 _TOGETHER = 16  # tiles of tokens side by side: they and their words fit in the L2 cache
 _LOG2E = 1.4426950408889634
 
@@ -66,17 +66,28 @@ def supported(
         return "there are no tokens"
     if vocabulary < 256:
         return f"a vocabulary of {vocabulary} is smaller than a tile of 256 words"
-    multiple = _MULTIPLE[logits.w_layout]
-    if vocabulary % multiple:
-        return (
-            f"with w of shape {'(V, E)' if multiple == 8 else '(E, V)'} the vocabulary has to be a multiple of "
-            f"{multiple}, not {vocabulary}; the nearest is {-(-vocabulary // multiple) * multiple}"
-        )
     return None
 
 
 def run(target: Target, inputs: Inputs, *, logits: Logits, **_: Any) -> Parts:
-    """Return the parts of every token."""
+    """Return the parts of every token.
+
+    TMA copies tiles of `_MULTIPLE` words. Where they do not divide the vocabulary, the kernel gets a copy of w without
+    the last words, which are XLA's.
+    """
+    (x, w, rows), axis = inputs, logits.words_axis
+    vocabulary = w.shape[axis]
+    whole = vocabulary // _MULTIPLE[logits.w_layout] * _MULTIPLE[logits.w_layout]
+    parts = _of_words(target, Inputs(x, lax.slice_in_dim(w, 0, whole, axis=axis), rows), logits)
+    if whole == vocabulary:
+        return parts
+    more = xla.forward(Inputs(x, lax.slice_in_dim(w, whole, vocabulary, axis=axis), rows - whole), logits)
+    summed = None if more.summed is None or parts.summed is None else parts.summed + more.summed
+    return Parts(combine(parts.total, more.total), parts.hit + more.hit, summed)
+
+
+def _of_words(target: Target, inputs: Inputs, logits: Logits) -> Parts:
+    """Return the parts for a vocabulary of whole tiles of a copy."""
     n, vocabulary = inputs.x.shape[0], inputs.w.shape[logits.words_axis]
     softcap = logits.softcap is not None
     tile = lookup("cut_cross_entropy", target.kind, kernel="forward", softcap=softcap, width=inputs.x.shape[1])
@@ -114,7 +125,7 @@ def spans(
     groups, stats = -(-word_tiles // span), 4 if logits.summed else 3
     together = max(m for m in range(1, _TOGETHER + 1) if token_tiles % m == 0)
     items = token_tiles * groups
-    blocks = min(2 if target.interpret else _SMS, items)
+    blocks = min(target.cores, items)
     row_layout = plgpu.Layout.WGMMA.reduce(1)
 
     def each(body: Callable[[Any, Any, Any, Any], Any], start: Any) -> Any:
@@ -263,8 +274,8 @@ def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any
             continue
         for layout, vocabulary, dtype in (
             ("ve", 128256, "bfloat16"),
-            ("ev", 50304, "bfloat16"),
-            ("ve", 50264, "float16"),
+            ("ev", 50257, "bfloat16"),
+            ("ve", 50257, "float16"),
         ):
             for summed in (False, True):
                 logits = Logits(layout, 30.0 if entry["key"]["softcap"] else None, summed)  # type: ignore[arg-type]

@@ -101,8 +101,7 @@ def run(target: Target, inputs: Inputs, *, settings: Settings, **_: Any) -> tupl
     q, k, positions, tables, first = inputs.q, inputs.k, inputs.positions, inputs.tables, inputs.first
     (b, n, h, d), kv, dv = q.shape, k.shape[2], settings.value_dim
     tile = _tile(target, d, dv)
-    if target.interpret:
-        tile["workers"] = min(2, tile["workers"])
+    tile["workers"] = min(target.cores, tile["workers"])
     tiles = Tiles.of(inputs, settings, tile["keys"])
     assigned = shares(tiles, inputs, settings, workers=tile["workers"], heads=kv)
     low, last = bounds(inputs, settings)

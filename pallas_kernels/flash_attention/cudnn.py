@@ -93,6 +93,7 @@ def supported(
         (d != dv, f"cuDNN needs values as wide as keys; widths {dv} and {d} are left to XLA"),
         (d % 8 > 0 or d > WIDEST, f"cuDNN takes head widths that are multiples of 8 up to {WIDEST}, not {d}"),
         (s == 1, "cuDNN has no gradient of a single query, which is left to XLA"),
+        (s % 2 > 0 or t % 2 > 0, f"JAX calls cuDNN with even lengths; {s} queries and {t} keys are left to XLA"),
         (0 in q, "there is nothing to compute"),
     )
     return _missing(target) or next((why for refused, why in refusals if refused), None)

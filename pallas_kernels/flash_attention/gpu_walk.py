@@ -30,8 +30,6 @@ ROWS = 64
 """Queries or keys of a warpgroup: the rows of one wgmma."""
 WARPGROUPS = 2
 """Warpgroups that compute; one more copies memory."""
-SMS = 132
-"""Multiprocessors of an H100 or H200."""
 LOG2E = math.log2(math.e)
 _L2 = 24 * 2**20  # bytes of one side's heads that should stay in the L2 cache: half of it
 
@@ -74,7 +72,7 @@ class Walk:
         shared, tiles = visits.count.shape[0] == 1, visits.count.shape[1]
         pairs = batch * kv
         group = max(n for n in range(1, pairs + 1) if pairs % n == 0 and n <= max(1, _L2 // head_bytes))
-        blocks = min(2 if target.interpret else SMS, pairs * heads * tiles)
+        blocks = min(target.cores, pairs * heads * tiles)
         return cls(batch, kv, heads, tiles, group, shared, blocks)
 
     def plan(self, visits: Visits) -> jax.Array:

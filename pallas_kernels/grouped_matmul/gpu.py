@@ -43,7 +43,6 @@ CHUNK = 64
 """Elements of a vector that one copy moves: 128 bytes, the widest swizzle."""
 DTYPES = ("bfloat16", "float16")
 _STRIP = 8  # rows of a swizzle's pattern: where tiles of rows may start
-_SMS = 132
 _TOGETHER = 16  # tiles of rows side by side: they and their columns fit in the L2 cache
 
 
@@ -230,7 +229,7 @@ def _matmul(target: Target, rows: jax.Array, matrices: jax.Array, sizes: jax.Arr
     columns, slots, buffers = tile_of(target, facts)
     table = tiles_of(sizes, m)
     across, chunks, piece = -(-n // columns), k // CHUNK, _pieces(facts.out)
-    blocks = min(2 if target.interpret else _SMS, len(table) * across)
+    blocks = min(target.cores, len(table) * across)
 
     def grouped_matmul(
         table_ref: Any, rows_ref: Any, matrices_ref: Any, out_ref: Any, rows_s: Any, w_s: Any,
@@ -349,7 +348,7 @@ def _outer(target: Target, left: jax.Array, right: jax.Array, sizes: jax.Array, 
     edges = jnp.stack([jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]]), ends], 1)
     down, across, piece = -(-k // TILE), -(-n // columns), _pieces(facts.out)
     items = facts.groups * down * across
-    blocks = min(2 if target.interpret else _SMS, items)
+    blocks = min(target.cores, items)
     row_layout = plgpu.Layout.WGMMA.reduce(1)
 
     def grouped_outer(

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Target, hopper
-from pallas_kernels.softmax.gpu_rows import PIECE, SMS, most_columns, rows_once
+from pallas_kernels.softmax.gpu_rows import PIECE, most_columns, rows_once
 from pallas_kernels.softmax.gpu_stream import row_sums
 from pallas_kernels.softmax.gpu_twice import rows_twice
 from pallas_kernels.softmax.pairs import HIGHEST
@@ -41,10 +41,10 @@ def supported(target: Target, *, rows: int, columns: int, dtype: str, masked: bo
     longest = most_columns(dtype, inputs)
     if why := _unfit(target, columns, masked):
         return why
-    if inputs > 1 and columns > longest and not _fill(rows):
+    if inputs > 1 and columns > longest and not _fill(target, rows):
         return (
             f"a row of {columns} columns does not fit in shared memory ({longest} of {dtype} do), and {rows} rows "
-            f"cannot be shared evenly among {SMS} multiprocessors"
+            f"cannot be shared evenly among {target.cores} multiprocessors"
         )
     return None
 
@@ -74,7 +74,7 @@ def forward(target: Target, x: jax.Array, *, op: str) -> Any:
     rows, columns = x.shape
     if op != "sums" and columns <= most_columns(x.dtype.name, 1):
         return rows_once(target, op, [x], **_once_tile(target, columns, x.dtype.name, 1))
-    if op != "sums" and _fill(rows):
+    if op != "sums" and _fill(target, rows):
         return rows_twice(target, op, [x], warpgroups=_WARPGROUPS)
     top, total = row_sums(target, x, **_stream_tile(target, rows, columns, x.dtype.name))
     if op == "sums":
@@ -100,9 +100,9 @@ def backward(target: Target, saved: jax.Array, g: jax.Array, *, op: str) -> jax.
     return rows_once(target, f"{op}_backward", [saved, g], **tile)
 
 
-def _fill(rows: int) -> bool:
+def _fill(target: Target, rows: int) -> bool:
     """Whether this many rows, a block each, keep at least nine in ten multiprocessors busy."""
-    return rows >= 0.9 * SMS * -(-rows // SMS)
+    return rows >= 0.9 * target.cores * -(-rows // target.cores)
 
 
 def _once_tile(target: Target, columns: int, dtype: str, inputs: int) -> dict[str, int]:
@@ -113,7 +113,7 @@ def _once_tile(target: Target, columns: int, dtype: str, inputs: int) -> dict[st
 def _stream_tile(target: Target, rows: int, columns: int, dtype: str) -> dict[str, int]:
     tile = lookup("softmax", target.kind, kernel="row_sums", dtype=dtype, columns=columns)
     pieces = columns * jnp.dtype(dtype).itemsize // (PIECE * tile["warpgroups"] * tile["slots"])
-    few = -(-4 * SMS // max(rows, 1))  # blocks that share a row, so that few rows fill the GPU, too
+    few = -(-4 * target.cores // max(rows, 1))  # blocks that share a row, so that few rows fill the GPU, too
     return {"warpgroups": tile["warpgroups"], "slots": tile["slots"], "splits": max(1, min(few, pieces))}
 
 

@@ -27,9 +27,6 @@ plgpu: Any = mosaic_gpu  # its names differ between versions
 PIECE = 8192
 """Bytes of a row that one TMA copy moves; half as many where several warpgroups would not fit otherwise."""
 
-SMS = 132
-"""Multiprocessors of an H100 or H200."""
-
 _VECTOR = 16  # bytes a thread reads at once
 RESERVED = 11264  # bytes of shared memory for merging, barriers and what Mosaic takes for its own reductions
 _PER_SM = 233472  # bytes of shared memory of a multiprocessor
@@ -143,11 +140,13 @@ class Plan:
       rows: number of rows.
       cut: how a row is cut.
       inputs: number of arrays that a row is read from.
+      cores: the GPU's multiprocessors.
     """
 
     rows: int
     cut: Cut
     inputs: int
+    cores: int
 
     @property
     def row_bytes(self) -> int:
@@ -163,7 +162,7 @@ class Plan:
     @property
     def blocks(self) -> int:
         """Blocks of the grid; block i takes rows i, i + blocks, ..."""
-        return min(self.rows, SMS * self.resident)
+        return min(self.rows, self.cores * self.resident)
 
     @property
     def depth(self) -> int:
@@ -213,7 +212,7 @@ def rows_once(target: Target, op: str, arrays: Sequence[jax.Array], *, warpgroup
     """
     (rows, columns), dtype, inputs = arrays[0].shape, arrays[0].dtype, len(arrays)
     cut = cut_for(columns, dtype, inputs, warpgroups)
-    plan = Plan(rows, cut, inputs)
+    plan = Plan(rows, cut, inputs, target.cores)
     slots = plan.depth * plan.per_row
     sweep = SWEEPS[op]
     shape = (rows, cut.total, cut.width)

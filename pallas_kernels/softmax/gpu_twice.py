@@ -33,7 +33,7 @@ def rows_twice(target: Target, op: str, arrays: Sequence[jax.Array], *, warpgrou
     (rows, columns), dtype, inputs = arrays[0].shape, arrays[0].dtype, len(arrays)
     cut = Cut(columns, dtype.itemsize, warpgroups)
     slots = max(2, (SHARED_MEMORY - gpu_rows.RESERVED) // (PIECE * inputs * warpgroups))
-    blocks = min(rows, gpu_rows.SMS)
+    blocks = min(rows, target.cores)
     sweep = SWEEPS[op]
     shape = (rows, cut.total, cut.width)
 

@@ -53,5 +53,5 @@ def build(platform: str, key: Key, tile: dict[str, int]) -> tuple[Callable[..., 
     target = Target("NVIDIA H200", "cuda")
     if key["kernel"] == "rows_once":
         return lambda x: rows_once(target, "softmax", [x], warpgroups=tile["warpgroups"]), (x,)
-    splits = max(1, min(-(-4 * 132 // x.shape[0]), 8))
+    splits = max(1, min(-(-4 * target.cores // x.shape[0]), 8))
     return lambda x: row_sums(target, x, warpgroups=tile["warpgroups"], slots=tile["slots"], splits=splits), (x,)

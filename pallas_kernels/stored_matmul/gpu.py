@@ -31,7 +31,7 @@ COLUMNS = 128
 """Columns of a block."""
 DTYPES = ("bfloat16", "float16")
 _GROUPS = 4  # blocks of scales of a tile: with 8, registers spill
-_RESIDENT = 2 * 132  # blocks that run at a time: two on each multiprocessor, by their shared memory
+_RESIDENT = 2  # blocks that a multiprocessor runs at a time, by their shared memory
 _TILES = 4  # fewest tiles of a block, so that its copies run ahead of its products
 
 
@@ -65,9 +65,9 @@ def supported(target: Target, *, facts: Facts) -> str | None:
     return None
 
 
-def splits_of(blocks: int, tiles: int) -> int:
+def splits_of(cores: int, blocks: int, tiles: int) -> int:
     """Return how many blocks share the rows of the matrix: a divisor of its tiles, 1 where blocks abound."""
-    most = max(1, min(_RESIDENT // blocks, tiles // _TILES))
+    most = max(1, min(_RESIDENT * cores // blocks, tiles // _TILES))
     return next(s for s in range(most, 0, -1) if tiles % s == 0)
 
 
@@ -78,7 +78,9 @@ def run(target: Target, x: jax.Array, weight: Packed, *, facts: Facts) -> jax.Ar
     slots = 2  # tiles in flight
     tiles, padded = k // (ROWS * codes), -(-facts.m // ROWS) * ROWS
     lines = sum(max(1, blocks // tiles) for _, blocks, _ in facts.parts)  # of scales and offsets, for a tile
-    splits = splits_of(padded // ROWS * (n // COLUMNS), tiles) if lines <= _GROUPS else 1  # or registers spill
+    splits = 1  # registers would spill where there are many lines
+    if lines <= _GROUPS:
+        splits = splits_of(target.cores, padded // ROWS * (n // COLUMNS), tiles)
     each, rows = tiles // splits, min(ROWS, -(-facts.m // 8) * 8)  # rows of a block that are stored
     x = jnp.pad(x, ((0, padded - facts.m), (0, 0)))
     x = x.reshape(padded, tiles, ROWS, codes).transpose(1, 3, 0, 2)

@@ -12,6 +12,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation, KernelError, Target
+from pallas_kernels.flash_attention.gpu_walk import Walk
+from pallas_kernels.flash_attention.masks import Visits
 
 
 def _nowhere(target: Target, **case) -> str | None:
@@ -179,3 +181,13 @@ def test_on_an_amd_gpu_the_choice_is_logged_once(caplog):
 def test_a_gpu_is_amds_or_nvidias_by_its_kind(kind, platform):
     with dispatch.on_device(kind):
         assert dispatch.device() == Target(kind, platform)
+
+
+def test_persistent_kernels_take_the_multiprocessors_of_the_device():
+    with dispatch.on_device("NVIDIA H20", cores=78):
+        h20 = dispatch.device()
+    assert h20.cores == 78
+    one = np.ones((1, 512), np.int32)
+    assert Walk.of(h20, 1, 1, 1, Visits(one[..., None], one, one), 1).blocks == 78
+    with dispatch.on_device("NVIDIA H200"):
+        assert dispatch.device().cores == 132

@@ -1,4 +1,4 @@
-"""Which values of a grid `make test` has, and which of the tests marked `long` a run of CI has."""
+"""Which values of a grid `make test` has, and which of the longer ones a run of CI has."""
 
 from __future__ import annotations
 

@@ -113,6 +113,7 @@ IDS = np.ones((B, S), np.int32)
         ({"d": 20}, {}, "multiples of 8 up to 128, not 20"),
         ({"t": 40}, {"causal": True}, "24 queries with the first of 40 keys"),
         ({"s": 1}, {}, "a single query"),
+        ({"s": 23, "t": 23}, {}, "even lengths; 23 queries and 23 keys"),
         ({}, {"segment_ids": IDS}, "segment ids"),
         ({}, {"positions": IDS}, "positions"),
         ({}, {"softcap": 5.0}, "soft-cap"),

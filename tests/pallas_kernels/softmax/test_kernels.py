@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels import dispatch
 from pallas_kernels.dispatch import JAX_VERSION, KernelError, interpreted
 from pallas_kernels.softmax import gpu, gpu_rows, gpu_twice, logsumexp, softmax, tpu
 from tests.pallas_kernels.softmax.cases import (
@@ -33,7 +34,7 @@ needs_gpu_interpreter = pytest.mark.skipif(
 @pytest.fixture
 def one_block(monkeypatch):
     """Simulate a GPU so small that a block takes several rows and refills its slots."""
-    monkeypatch.setattr(gpu_rows, "SMS", 1)
+    monkeypatch.setattr(dispatch, "_INTERPRETED_CORES", 1)
     monkeypatch.setattr(gpu_rows, "_REGISTERS", 512)
 
 
@@ -101,7 +102,6 @@ def test_the_gpu_kernel_reads_rows_once_and_refills_their_slots(op, shape, dtype
 @needs_gpu_interpreter
 @pytest.mark.parametrize(("op", "shape"), [("softmax", (3, 2048 * 5 + 128)), ("log_softmax", (2, 2048 * 2))], ids=str)
 def test_the_gpu_kernel_reads_long_rows_forwards_and_backwards(op, shape, one_block, monkeypatch):
-    monkeypatch.setattr(gpu, "SMS", 1)
     monkeypatch.setattr(gpu, "most_columns", lambda *_: 0)
     monkeypatch.setattr(gpu, "_WARPGROUPS", 2)
     monkeypatch.setattr(gpu_twice, "SHARED_MEMORY", 0)  # two slots are the fewest
@@ -136,7 +136,7 @@ def test_rows_are_dealt_out_so_that_they_fit_and_fill_the_machine():
         ("float32", 2, 128),
     ):
         assert columns <= gpu_rows.most_columns(dtype, inputs)
-        plan = gpu_rows.Plan(10_000, gpu_rows.cut_for(columns, dtype, inputs, 4), inputs)
+        plan = gpu_rows.Plan(10_000, gpu_rows.cut_for(columns, dtype, inputs, 4), inputs, 132)
         assert plan.depth * plan.row_bytes + gpu_rows.RESERVED <= gpu_rows.SHARED_MEMORY
         assert plan.resident * (plan.depth * plan.row_bytes + gpu_rows.RESERVED) <= gpu_rows._PER_SM
         assert plan.cut.pieces * plan.cut.lines >= plan.cut.total

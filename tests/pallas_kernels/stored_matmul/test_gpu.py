@@ -73,4 +73,4 @@ def test_what_has_no_kernel_raises_with_the_reason(options, dtype, words):
     ("blocks", "tiles", "splits"), [(112, 32, 2), (32, 32, 8), (300, 32, 1), (16, 86, 2), (1, 4, 1), (2, 8, 2)]
 )
 def test_blocks_share_the_rows_of_a_matrix_where_they_would_leave_multiprocessors_idle(blocks, tiles, splits):
-    assert gpu.splits_of(blocks, tiles) == splits
+    assert gpu.splits_of(132, blocks, tiles) == splits

@@ -187,6 +187,7 @@ def test_continue_starts_anew_after_a_finished_run_and_says_so(run, gin):
     assert "starting runs/small-2" in run("train", gin, "--continue")[1]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_a_checkpoint_and_resume_finishes(run, transformer_gin, tmp_path):
     argv = ["train", str(transformer_gin), "--devices", "8", "--run", "x", "--gin.train.steps=100000"]
@@ -267,6 +268,7 @@ def test_sample_is_the_same_for_the_same_seed(run, finished_run):
     assert one[0] == 0 and one[1].startswith("def ")
 
 
+@pytest.mark.long
 def test_sample_compares_a_weight_format_with_plain_arrays_in_one_process(run, finished_run):
     words = ("sample", finished_run.path, "--prompt", "def ", "--tokens", "8", "--compare")
     code, _, errors = run(*words, "--weights", "int8")

@@ -126,6 +126,7 @@ def test_sample_writes_json(run, finished_run):
         assert row["top"][0][0] == pytest.approx(result.top[0][0], abs=1e-5)  # in a batch and alone
 
 
+@pytest.mark.long
 def test_sample_takes_a_draft_and_a_mesh(run, finished_run):
     argv = ["sample", finished_run.path, "--prompt", "def ", "--tokens", 6, "--temperature", 0]
     _, plain, _ = run(*argv)
@@ -217,6 +218,7 @@ def test_commands_keep_weights_in_the_form_of_a_module_of_ones_own(run, folder, 
     assert used == [rounded]
 
 
+@pytest.mark.long
 def test_commands_take_the_formats_of_few_bits_by_name(run, folder):
     code, out, err = run("eval", folder, "book.txt", "--weights", "mxfp8", "--out", "mxfp8.json")
     assert code == 0 and "mxfp8 adds" in out and "with --weights mxfp8, and" in err, (out, err)

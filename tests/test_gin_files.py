@@ -19,6 +19,7 @@ from jaxscale.data.records import UserRecords
 from jaxscale.plan import dry_run
 from jaxscale.sweep import sweep_of
 from tests.truth import gin_compiles, golden
+from tests.truth.long import short
 
 pytestmark = pytest.mark.once
 
@@ -59,7 +60,7 @@ def test_a_resolved_form_is_the_same_run_and_sweep(file: Path):
     assert sweep is None or sweep_of(text) == sweep
 
 
-@each
+@pytest.mark.parametrize("file", short(8, FILES), ids=str)
 def test_a_gin_file_makes_a_step(file: Path):
     run, sweep, text = golden.load(file)
     if sweep is not None:

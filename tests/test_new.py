@@ -20,6 +20,7 @@ from jaxscale.testing import check_model, check_objective
 DEVICES = 8
 
 
+@pytest.mark.long
 def test_the_written_script_trains_and_so_does_its_gin_file(tmp_path: pathlib.Path) -> None:
     script, config, _ = write(tmp_path / "my-study")
     assert script.name == "my_study.py"
@@ -35,6 +36,7 @@ def test_the_written_script_trains_and_so_does_its_gin_file(tmp_path: pathlib.Pa
     assert "the run is in" in ran.stdout
 
 
+@pytest.mark.long
 def test_the_model_and_the_objective_keep_their_promises_on_every_layout(tmp_path: pathlib.Path) -> None:
     script, _, _ = write(tmp_path / "promises")
     spec = importlib.util.spec_from_file_location("promises", script)

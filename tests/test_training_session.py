@@ -57,6 +57,7 @@ def test_the_same_calls_give_the_bits_of_fit(config, accumulate):
     ]
 
 
+@pytest.mark.long
 def test_parts_of_a_batch_add_up_and_a_resumed_session_goes_on_alike(config):
     with js.session(config, folder="whole") as s:
         _train(s, 2)
@@ -80,6 +81,7 @@ def test_parts_of_a_batch_add_up_and_a_resumed_session_goes_on_alike(config):
         assert all(jax.tree.leaves(jax.tree.map(np.array_equal, resumed, _params(s.state))))
 
 
+@pytest.mark.long
 def test_samples_and_log_probabilities_are_of_the_parameters_as_they_are_now(config):
     prompt = list(range(1, 20))  # longer than a page of the prefix cache, which a step must empty
     with js.session(dataclasses.replace(config, lr=0.1, layout=js.Layout("data=1"))) as s:

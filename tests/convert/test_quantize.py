@@ -78,6 +78,7 @@ def test_a_quantised_run_predicts_what_its_recipe_made(base, tmp_path, recipe):
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.long
 def test_a_kill_between_layers_or_while_writing_gives_the_same_bytes(base, tmp_path, monkeypatch):
     whole = quantize(base, tmp_path / "whole", GPTQ(3, 8), **OPTIONS)
     write, rounded = module.FinishedLayers.write, []
@@ -164,6 +165,7 @@ def test_calibration_rows_begin_with_the_soft_prompt():
     np.testing.assert_array_equal(hidden[:, 3:], np.asarray(params["embed"]["weight"])[batches[0]["tokens"][:, 3:]])
 
 
+@pytest.mark.long
 def test_experts_are_calibrated_on_their_own_tokens(tmp_path):
     model = dataclasses.replace(MODEL, depth=1, mlp=MixtureOfExperts(experts=2, top_k=1, hidden=16))
     run = js.fit(model=model, run=tmp_path / "moe", quiet=True, steps=1, **SETTINGS)

@@ -103,6 +103,7 @@ def test_generation_with_streamed_layers_equals_generation_in_memory(stored):
         assert stored.generate("ab", max_tokens=4, temperature=0.0, seed=1, stream_layers=source).text == want
 
 
+@pytest.mark.long
 def test_adapters_train_beside_the_stored_codes_and_merge(stored, tmp_path):
     out = tmp_path / "lora"
     tuned = js.fit(

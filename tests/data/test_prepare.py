@@ -90,6 +90,7 @@ def killing(root, at):
     """)
 
 
+@pytest.mark.long
 def test_a_killed_preparation_goes_on_and_ends_with_the_same_bytes(corpus, tmp_path, monkeypatch):
     want = content(data.prepare(tmp_path / "whole", corpus, BYTES).folder)
     subprocess.run([sys.executable, "-c", killing(tmp_path, [9, 9, 14])], check=True)

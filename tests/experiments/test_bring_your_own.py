@@ -41,6 +41,7 @@ def test_a_plain_module_trains_to_the_numbers_of_one_device(sharded, tmp_path):
     assert "rows_per_second" in last and "tokens_per_second" not in last and "model_flops_per_second" not in last
 
 
+@pytest.mark.long
 def test_it_is_called_as_a_module_and_resumes_on_another_mesh(sharded):
     model, images = sharded.model(), Digits().source(None, split="heldout").images[:64]
     labels = Digits().source(None, split="heldout").labels[:64]

@@ -21,6 +21,7 @@ def flops(config):
     return run.lower(params).compile().cost_analysis()["flops"]
 
 
+@pytest.mark.long
 def test_a_task_has_gradients_for_its_own_experts_and_the_flops_of_a_layer_without_experts():
     config = M3ViT(depth=1, width=32, experts=8, tasks=2)
     gate = jnp.zeros((2, 8)).at[0, jnp.array([1, 6])].set(1.0).at[1, jnp.array([2, 3])].set(1.0)

@@ -174,6 +174,7 @@ def test_sharded_engines_give_what_one_device_gives(mesh, cache, vocab):
     agree(serve(make_engine(mesh, cache, config, rows=2, budget=16), requests), alone(requests, config))
 
 
+@pytest.mark.long
 def test_experts_on_devices_of_their_own_give_what_one_device_gives():
     config = TransformerConfig(
         depth=1, vocab=VOCAB, width=32, heads=2, hidden=32, mlp=MixtureOfExperts(experts=4, top_k=2)

@@ -130,6 +130,7 @@ def test_a_stored_runs_model_and_engine_are_kept(stored):
     assert engine.stats.running == 0 and engine.stats.pages_used == 0
 
 
+@pytest.mark.long
 def test_the_same_layout_on_other_devices_generates_on_those(stored):
     layout, texts = js.Layout("tensor=2"), []
     for devices in (jax.devices()[:2], jax.devices()[2:4]):
@@ -223,6 +224,7 @@ def test_experts_drop_no_token_while_generating(finished_run, caplog):
     assert nnx.merge(load_model(run).graphdef, run.state.params).config.mlp.capacity == 1.0
 
 
+@pytest.mark.long
 def test_a_draft_changes_no_greedy_text_and_its_acceptance_is_reported(finished_run, run, likeliest):
     draft = _of(finished_run, model=dataclasses.replace(CONFIG, width=16), seq_len=256)
     results = run.generate(PROMPTS, temperature=0, max_tokens=10, ignore_end=True, draft=draft, draft_tokens=2)
@@ -230,6 +232,7 @@ def test_a_draft_changes_no_greedy_text_and_its_acceptance_is_reported(finished_
     assert 0 <= results[0].acceptance < 1 and run.generate("a", max_tokens=1).acceptance is None
 
 
+@pytest.mark.long
 def test_the_modules_of_a_model_draft_for_it(finished_run):
     own = _of(finished_run, model=dataclasses.replace(CONFIG, multi_token=1), seq_len=256)
     plain, drafted = (
@@ -302,6 +305,7 @@ def test_an_empty_prompt_starts_a_document(stored):
     assert isinstance(stored.sample("", 8), str)
 
 
+@pytest.mark.long
 def test_a_run_in_memory_on_its_layout_and_its_checkpoint_on_one_device_say_the_same(finished_run, stored):
     assert stored.sample("def ", 8, temperature=0) == finished_run.sample("def ", 8, temperature=0)
 
@@ -345,6 +349,7 @@ def test_a_reversible_model_generates_where_the_sequence_is_cut(finished_run):
     assert cut.ids == run.generate("def ", **options).ids
 
 
+@pytest.mark.long
 def test_a_run_of_overlapped_layers_generates_on_the_layout_that_it_trained_on(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXSCALE_CACHE", str(tmp_path / "cache"))
     model = js.models.Transformer.Config(depth=1, width=32, heads=2, hidden=64, overlap=("attention", "mlp"))

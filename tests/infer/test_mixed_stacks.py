@@ -104,6 +104,7 @@ def test_a_mixed_stack_generates_what_passes_over_whole_texts_give(mesh, cache, 
     assert mesh is not None or engine.stats.preemptions > 0
 
 
+@pytest.mark.long
 def test_a_stack_with_states_that_are_matrices_generates_what_passes_over_whole_texts_give():
     config = dataclasses.replace(MIXED, blocks=(DELTA, DELTA, FULL), depth=3)
     mesh, cache = "data=2,tensor=2", Paged(page=2, pages=14)
@@ -125,6 +126,7 @@ def test_tokens_that_an_indexer_selects_are_those_of_a_pass_over_the_whole_text(
     assert mesh is not None or engine.stats.preemptions > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("linear", short(1, [LINEAR, DELTA]), ids=["vectors", "matrices"])
 def test_a_round_of_speculation_goes_back_to_the_last_token_that_stands(linear):
     requests = list(requests_of(6))
@@ -136,6 +138,7 @@ def test_a_round_of_speculation_goes_back_to_the_last_token_that_stands(linear):
     assert 0 < engine.stats.accepted < engine.stats.proposed
 
 
+@pytest.mark.long
 def test_the_server_answers_with_a_mixed_stack_as_the_run_generates(tmp_path):
     model = dataclasses.replace(MIXED, vocab=256, depth=2, blocks=(LINEAR, FULL))
     state = TrainState(jnp.int32(0), random_params(describe_model(model)[1]), {}, jax.random.key(0))

@@ -30,6 +30,7 @@ def _engine(config, cache, mesh=None):
     return Engine(Cached(*model_of(mesh, config), layout=layout, cache=cache, rows=4, length=LENGTH, budget=16))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "cache", "mesh"),
     short(

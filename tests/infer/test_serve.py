@@ -252,6 +252,7 @@ def test_another_model_is_refused(client):
 SERVE = "import sys; from jaxscale.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("interruptible")
 def test_the_command_serves_and_ends_what_runs_when_told_to_stop(stored, tmp_path):
     sizes = ["--rows", "2", "--budget", "16", "--page", "8", "--length", str(LENGTH)]

@@ -98,12 +98,14 @@ def test_greedy_text_is_that_of_the_large_model_alone(large, small):
     assert 0 < engine.stats.accepted < engine.stats.proposed  # so that both acceptance and rejection are tested
 
 
+@pytest.mark.long
 def test_a_model_accepts_all_of_its_own_proposals(large):
     settings = [Sampling(max_tokens=11, temperature=t) for t in (0, 1, 0.5, 0, 2, 1)]
     _, engine = _generate(large, large, PROMPTS, settings)
     assert engine.stats.acceptance == 1 and engine.stats.tokens_out == 66
 
 
+@pytest.mark.long
 def test_a_layout_changes_no_greedy_text(large, small):
     layout = js.Layout("data=2,tensor=2,context=2")
     settings = [Sampling(max_tokens=9, temperature=0)] * 3
@@ -270,6 +272,7 @@ def _accepted(target, texts, prompts, most):
     return accepted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("modules", short(1, [2, 1]))
 def test_own_modules_propose_what_they_predict_of_whole_texts(modules):
     target = _loaded(dataclasses.replace(LARGE, vocab=4, multi_token=modules), seed=5)
@@ -279,6 +282,7 @@ def test_own_modules_propose_what_they_predict_of_whole_texts(modules):
     assert 0 < engine.stats.accepted == _accepted(target, texts, FEW, modules) < engine.stats.proposed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("modules", "most", "mixer", "mesh"),
     short(

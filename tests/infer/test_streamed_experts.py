@@ -55,6 +55,7 @@ def of(config):
     return graphdef, infos, params, arrays
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("config", "eviction", "guess"),
     short(1, [(EARLY, RecentScores(), True), (CONFIG, LeastRecent(), True), (CONFIG, RecentScores(), False)]),

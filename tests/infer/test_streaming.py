@@ -75,6 +75,7 @@ def streamed(model, arrays, resident):
     return engine, tokens(engine), source
 
 
+@pytest.mark.long
 def test_the_likeliest_tokens_are_those_of_the_resident_model(streamed, resident):
     engine, results, _ = streamed
     assert len({run for run, _ in engine.stepper.layers.order}) == 2  # layers of two kinds, and some more of one
@@ -114,6 +115,7 @@ def test_closing_deletes_all_parameters(model, arrays):
     assert layers.resident.now == 0
 
 
+@pytest.mark.long
 def test_a_layout_streams_the_same_tokens(model, arrays, resident):
     graphdef, infos, _ = model
     layout = js.Layout("tensor=2")

@@ -63,6 +63,7 @@ def test_a_program_of_an_older_cache_is_read_only_when_it_is_sound(in_loop, lost
     assert cache.get_executable_and_time("key", None, None, None) == ((None, None) if lost else (one, 3))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not memory_maps(), reason="needs /proc/self/maps")
 def test_dropped_programs_give_their_memory_maps_back():
     """If they did not, a worker would crash in the midst of a cold run."""

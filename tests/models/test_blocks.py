@@ -65,6 +65,7 @@ LAYOUTS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", short(1, LAYOUTS), ids=str)
 def test_a_mixed_stack_trains_to_one_devices_numbers_on_every_layout(layout):
     assert_layouts_agree(MIXED, [layout], batch=random_batch(64, seq=8, lengths=(4, 1, 2)))
@@ -206,6 +207,7 @@ def test_a_mixed_stack_is_written_in_gin_and_read_back():
 RUN = TrainConfig(model=MIXED, layout=Layout("data=2,fsdp=4").abstract(), batch_size=8, seq_len=16)
 
 
+@pytest.mark.long
 def test_the_formulas_of_the_planner_refuse_a_mixer_that_they_do_not_know():
     assert {("fsdp",), ("data", "fsdp")} <= {c.axes for c in predict(RUN, "v5e:2x4")}  # which needs no formulas
     for formula in (lambda: estimate(RUN, "v5e:2x4"), lambda: products(MIXED, 16)):

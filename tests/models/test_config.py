@@ -81,6 +81,7 @@ def test_presets_whose_papers_round_have_the_published_number_of_parameters():
     assert round(deepseek_v3().param_count() / 1e9) == 671
 
 
+@pytest.mark.long
 def test_mixtures_have_the_published_numbers_of_active_parameters():
     assert round(mixtral_8x7b().active_param_count() / 1e9, 1) == 12.9
     # as published: 20.91B and 116.83B in all, of which a token uses 3.61B and 5.13B without the embedding's table

@@ -54,6 +54,7 @@ def copied(params):
     return {**params, "runs": {0: {"blocks": blocks}}}
 
 
+@pytest.mark.long
 def test_a_shared_block_computes_what_copies_of_it_in_each_layer_do():
     plain = dataclasses.replace(SHARED, shared=None)
     (shared_graph, infos), (plain_graph, plain_infos) = map(describe_model, (SHARED, plain))

@@ -56,6 +56,7 @@ def test_only_the_first_document_of_a_packed_row_sees_the_prompt_also_after_padd
     np.testing.assert_allclose(got[:, 2:7], prompted.hidden(TOKENS[:, 2:7]), atol=1e-5)
 
 
+@pytest.mark.long
 def test_an_engine_continues_and_scores_as_if_the_prompts_tokens_came_first():
     """Prompt tokens are scored, and several requests share the cached prompt."""
     results = []

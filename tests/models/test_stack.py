@@ -40,6 +40,7 @@ def _loss_and_grads(config):
     return metrics["loss"], jax.tree.map(np.asarray, grads)
 
 
+@pytest.mark.long
 def test_stacked_layers_equal_unrolled_ones():
     stacked, unrolled = (_loss_and_grads(dataclasses.replace(PATTERN, scan=scan)) for scan in (True, False))
     assert_leaves_agree(stacked[0], unrolled[0])

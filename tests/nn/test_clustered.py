@@ -63,6 +63,7 @@ def test_clustered_weights_and_gradients_are_those_of_the_paper_in_torch(functio
     np.testing.assert_allclose(gradient, w.grad.numpy(), atol=1e-4 * float(w.grad.abs().max()))
 
 
+@pytest.mark.long
 def test_gradients_of_equal_weights_computed_once_are_those_of_each_weight():
     kernel, g = matrix(24, 8).at[3].set(0.5), matrix(24, 8, seed=1)  # a row of equal weights
     (dense, want), (table, got) = (of(f, kernel, g) for f in (for_each_weight, once_for_equal_weights))
@@ -102,6 +103,7 @@ def test_a_backward_pass_needs_no_array_of_weights_times_numbers_on_one_device_a
     assert 0 < large - small < 0.3 * growth
 
 
+@pytest.mark.long
 def test_a_product_multiplies_the_clustered_matrix_and_keeps_only_the_parameter():
     x, kernel, arithmetic = matrix(3, 16), matrix(16, 8), SETTINGS.arithmetic("float32")
     y, back = jax.vjp(lambda x, k: project(x, k, ("embed", "mlp"), (0,), arithmetic), x, kernel)

@@ -303,6 +303,7 @@ def test_settings_out_of_range_name_what_there_is():
     assert all(PRESETS[name]() == made for name, (made, _) in FORMATS.items())
 
 
+@pytest.mark.long
 def test_flawed_weights_are_refused_by_name_and_zeros_stay_zeros():
     one = info(64, 32)
     for value, scale, message in (

@@ -19,6 +19,7 @@ from tests.truth.errors import raises_saying
 DRAW = np.random.default_rng(0)
 
 
+@pytest.mark.long
 def test_the_first_slices_are_the_first_bits_of_the_codes_and_values_lie_in_the_middle():
     kernel = DRAW.normal(size=(3, 32, 24)).astype(np.float32)
     whole = NestedBits((4, 2, 2), 16).encode(jnp.asarray(kernel), (-2,))

@@ -22,6 +22,7 @@ def drawn(*shape):
     return jnp.asarray(RANDOM.standard_normal(shape), jnp.float32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("products", short(1, [Int8(), Rounded(weights="ternary"), None]))
 def test_an_adapter_is_not_rounded_with_the_overlapped_matrix_that_it_is_added_to(products):
     up = Linear({"embed": 16}, {"mlp": 24}, rngs=nnx.Rngs(0))

@@ -87,6 +87,7 @@ def _temporary_bytes(depth, **changes):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.long
 def test_memory_is_flat_in_depth():
     depths = (2, 4, 8, 16)
     stream = 4 * 64 * 32 * 4  # bytes of one residual stream

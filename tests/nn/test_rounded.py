@@ -38,6 +38,7 @@ def nearest(x, axes, bits, group=None):
     return (np.round(x / scale) * scale).reshape(shape)
 
 
+@pytest.mark.long
 def test_a_product_and_its_gradients_are_those_of_rounded_numbers_and_pass_straight_through():
     random = np.random.default_rng(0)
     x, kernel, dy = random.normal(size=(3, 16)), random.normal(size=(16, 2, 4)), random.normal(size=(3, 2, 4))

@@ -46,6 +46,7 @@ def test_blocks_are_those_of_the_papers_decomposition_and_none_makes_the_error_l
     assert half == sorted(half, reverse=True) and half[-1] < 0.1 * half[0]
 
 
+@pytest.mark.long
 def test_layers_of_a_stack_and_several_dimensions_are_encoded_as_alone_and_multiply_as_the_dense_kernel():
     w = jnp.asarray(DRAW.normal(size=(2, 4, 8, 24)), jnp.float32)
     form = SignBlocks(3, 2, "float32")

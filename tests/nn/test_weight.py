@@ -261,6 +261,7 @@ def test_greedy_completions_are_those_of_dense_arrays(base, greedy, options):
     assert [list(text.ids) for text in results] == greedy
 
 
+@pytest.mark.long
 def test_a_server_s_engine_takes_them(base, greedy):
     served = Served("x", ByteTokenizer(), 12, 32, lambda text: [])
     engine = engine_of(js.load(base.path), served, rows=2, budget=8, weights=OwnInt8())

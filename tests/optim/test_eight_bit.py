@@ -189,6 +189,7 @@ def test_composed_with_optax_it_does_the_same(wrapper):
     assert_leaves_agree(got, _plain(), gradient_norm=0.0)
 
 
+@pytest.mark.long
 def test_an_injected_learning_rate_can_be_changed_while_training():
     tx = optax.inject_hyperparams(optim.adamw_8bit)(learning_rate=0.1, weight_decay=0.0)
     state = tx.init(PARAMS)

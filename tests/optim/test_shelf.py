@@ -388,6 +388,7 @@ def test_an_average_is_of_each_group_and_of_no_other_parameter():
     assert {n: round(float(a[0]), 5) for n, a in x.items()} == {"one": 3.0, "two": 2.25, "none": 2.0}
 
 
+@pytest.mark.long
 def test_muon_is_chosen_in_gin_and_trains_on_a_pipeline(tmp_path):
     bindings = ["train.model = @Transformer()", "train.optimizer = @Muon()", "Muon.rms = None", "train.lr = 0.02"]
     sizes = dict(depth=2, width=16, heads=2, hidden=32, vocab=32)

@@ -146,15 +146,19 @@ def _attention() -> Iterator[Case]:
     for name, dtype, length, kv, width, options in lines:
         d, dv = width if isinstance(width, tuple) else (width, width)
         q, k, v = (like(2, length, h, w, dtype=dtype) for h, w in ((16, d), (kv, d), (kv, dv)))
-        given = {n: x for n, x in options.items() if isinstance(x, jax.ShapeDtypeStruct)}
-        fixed = {n: x for n, x in options.items() if n not in given}
+        arguments = {n: x for n, x in options.items() if isinstance(x, jax.ShapeDtypeStruct)}
+        fixed = {n: x for n, x in options.items() if n not in arguments}
 
-        def call(q: Any, k: Any, v: Any, *more: Any, names: Any = tuple(given), fixed: Any = fixed) -> Any:
+        def call(q: Any, k: Any, v: Any, *more: Any, names: Any = tuple(arguments), fixed: Any = fixed) -> Any:
             return flash_attention(q, k, v, **fixed, **dict(zip(names, more, strict=True)))
 
         wide = f"{d} and {dv}" if d != dv else f"{d}"
         yield Case(
-            "flash_attention", f"{name}; {length:,} tokens, width {wide}", call, (q, k, v, *given.values()), (0, 1, 2)
+            "flash_attention",
+            f"{name}; {length:,} tokens, width {wide}",
+            call,
+            (q, k, v, *arguments.values()),
+            (0, 1, 2),
         )
 
 

@@ -159,6 +159,7 @@ def test_a_lane_whose_processes_do_not_start_gives_up():
     ] * 3  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.once
 def test_the_command_writes_every_row_and_fails_when_one_is_wrong(tmp_path, capsys):
     out = tmp_path / "rows.jsonl"

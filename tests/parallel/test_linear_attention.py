@@ -152,6 +152,7 @@ def test_gradients_by_channels_do_not_depend_on_the_size_of_a_chunk():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.long
 def test_a_sequence_in_two_calls_is_the_sequence_in_one():
     q, k, v, log_decay, beta, _ = map(_single, _operands("heads", True))
     whole, last = chunked_recurrence(q, k, v, log_decay, beta)

@@ -46,6 +46,7 @@ def test_a_row_says_what_lives_where_and_why():
     assert one.bytes_per_device == 256 * 64 * 4 // 4
 
 
+@pytest.mark.long
 def test_bytes_are_those_of_a_real_run(finished_run):
     explanation = js.explain(finished_run)
     device = jax.devices()[0]

@@ -31,6 +31,7 @@ def _with(name, n):
     return dataclasses.replace(RUN, **{{"sequence length": "seq_len", "batch size": "batch_size"}[name]: n})
 
 
+@pytest.mark.long
 def test_the_largest_that_fits_fits_and_the_next_does_not():
     assert MODEL.sizes.hidden == 8 * 176
     limits = fit_on(RUN, "v5e:2x4")
@@ -47,6 +48,7 @@ def test_the_largest_that_fits_fits_and_the_next_does_not():
     assert limits.to_json()["limits"]["layers"]["largest"] == limits.limits[0].largest
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_made_smaller_and_what_training_refuses_ends_the_search():
     large = js.TrainConfig(
         model=gpt2(depth=48, memory="none"), layout=js.Layout("data=4", rules="replicated"),
@@ -67,6 +69,7 @@ def test_what_does_not_fit_is_made_smaller_and_what_training_refuses_ends_the_se
 SCALED = dataclasses.replace(RUN, layout=js.Layout("fsdp=-1"), batch_size=64)
 
 
+@pytest.mark.long
 def test_the_cheapest_in_time_and_the_fastest_within_a_budget_are_those_of_all_plans():
     prices = {"v5e": 1.2, "v5p": 4.2}
     deadline = cheapest(SCALED, ["v5e", "v5p"], 1e11, days=0.1, prices=prices)
@@ -117,6 +120,7 @@ def test_a_mesh_that_does_not_grow_is_refused_and_so_is_unknown_hardware():
             cheapest(SCALED, chips, 1e9, days=1)
 
 
+@pytest.mark.long
 def test_a_hardware_file_has_its_price_and_a_run_that_fails_too_often_is_refused(tmp_path):
     file = tmp_path / "mine.json"
     file.write_text((Path(js.hardware.__file__).parent / "chips" / "h100.json").read_text())
@@ -154,6 +158,7 @@ Layout.mesh = 'fsdp=-1'
 """
 
 
+@pytest.mark.long
 def test_the_command_prints_limits_and_chooses_hardware(capfd, tmp_path):
     gin = tmp_path / "run.gin"
     gin.write_text(CONFIG + "train.batch_size = 8\ntrain.seq_len = 64\ntrain.segments = False\n")

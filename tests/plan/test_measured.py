@@ -62,6 +62,7 @@ def edit(run, **fields):
 # --- a run that was profiled ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_terms_add_up_to_what_the_clock_says_of_a_step(result, profile):
     spans = [e.end - e.start for executions in profile.devices for e in executions]
     gaps = [b.start - a.end for executions in profile.devices for a, b in zip(executions, executions[1:], strict=False)]

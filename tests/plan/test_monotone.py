@@ -128,6 +128,7 @@ def falls(seeds: range) -> tuple[int, list[str]]:
     return result, wrong
 
 
+@pytest.mark.long
 def test_a_larger_run_is_never_planned_with_less_memory():
     result, wrong = falls(range(24))
     assert result > 12 and not wrong, wrong

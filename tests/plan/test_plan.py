@@ -300,6 +300,7 @@ def test_terms_of_two_plans_add_up_and_name_what_only_one_has():
     assert all(t.a == t.b for t in same.terms)
 
 
+@pytest.mark.long
 def test_the_command_compares_two_gin_files_and_neither_takes_the_bindings_of_the_other(capfd, tmp_path):
     gin, mine = EXPERIMENTS / "llama3_8b.gin", tmp_path / "mine.gin"
     mine.write_text(f"include '{gin}'\ntrain.seq_len = 4096\ntrain.optimizer = @Lion()\n")

@@ -105,6 +105,7 @@ def test_the_choice_for_a_slice_that_is_not_here_fits_it():
     assert tight.policy == "full" and tight.rows[-1].compiled_bytes <= size // 2
 
 
+@pytest.mark.long
 @pytest.mark.once
 def test_a_choice_for_the_devices_here_hands_over_the_step_it_compiled():
     model = TransformerConfig(depth=2, width=32, vocab=64)

@@ -62,6 +62,7 @@ def test_axes_are_those_that_the_model_can_be_cut_along():
     assert of(mlp=MixtureOfExperts()) - of() == {"expert"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.1])
 def test_what_is_found_is_the_best_of_all(every, share):
     """Where all of them fit, half of them, a few."""
@@ -81,6 +82,7 @@ def test_what_cannot_be_the_fastest_is_not_worked_out(every):
     assert result.winner.step.total == every[0][0] and result.worked_out < result.considered == len(every)
 
 
+@pytest.mark.long
 def test_at_most_four_are_compiled_and_the_fastest_of_those_that_fit_wins(monkeypatch):
     calls = []
 
@@ -122,6 +124,7 @@ def test_layouts_that_training_refuses_are_counted_and_not_chosen():
         search(dataclasses.replace(CONFIG, model=short), devices_of(2**40), space=space, compile="never")
 
 
+@pytest.mark.long
 def test_the_winner_is_written_as_a_file_that_trains_as_it_is(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(searching, "Space", lambda: SMALL)
@@ -188,6 +191,7 @@ def test_the_planned_file_is_not_overwritten(tmp_path, capfd):
     assert "there is no folder" in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_the_last_compilation_is_for_the_smallest_and_what_a_compiler_refuses_is_passed_over(monkeypatch):
     target, quiet = devices_of(2**40), lambda *_: None
     result = searching.front(searching._walk(list(candidates(CONFIG, 4, SMALL)), target, 99.0, quiet, None)[0])

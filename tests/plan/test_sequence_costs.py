@@ -23,6 +23,7 @@ MODEL = TransformerConfig(
 CONFIG = TrainConfig(model=MODEL, layout=Layout("data=4"), seq_len=2048, batch_size=4)
 
 
+@pytest.mark.long
 def test_costs_are_those_of_the_roofline() -> None:
     costs = sequence_costs(CONFIG, "v5p:2x2x1", (1, 2))
     target = topology("v5p:2x2x1")

@@ -50,6 +50,7 @@ def bits(trained):
     return [np.asarray(x) for x in jax.tree.leaves(trained.state.params)]
 
 
+@pytest.mark.long
 def test_a_stopped_run_goes_on_with_the_same_rewards_and_parameters():
     whole = run(folder="whole")
     rows = whole.metrics()
@@ -67,6 +68,7 @@ def test_a_stopped_run_goes_on_with_the_same_rewards_and_parameters():
         run(other, folder="parted", resume="newest")
 
 
+@pytest.mark.long
 def test_rewards_that_raise_or_are_no_number_or_hang_skip_the_step_and_keep_the_run():
     faults = {1: lambda: 1 / 0, 2: lambda: float("nan"), 3: lambda: time.sleep(30)}
     calls = []
@@ -103,6 +105,7 @@ def session(config=CONFIG, own=OWN):
     return js.session(config, prepare=functools.partial(_prepare, settings=own))
 
 
+@pytest.mark.long
 def test_results_of_tools_are_in_the_sequence_but_are_not_learned():
     seen = []
 

@@ -60,6 +60,7 @@ def totals_of(objective, batch):
     return terms_of(objective, models[0], batch, reference=reference) | objective.weights(batch, 1)
 
 
+@pytest.mark.long
 def test_the_loss_is_that_of_distill_on_samples_plus_that_of_the_policy_gradient():
     batch, start = samples(), FromRun("x")
     off, policy = Distill(start, JensenShannon(0.3), 2.0), GRPO()
@@ -79,6 +80,7 @@ def distilled(teacher, folder, **more):
     return js.rl.distill(student, teacher=teacher, prompts=js.data.arithmetic(2), folder=folder, **options)
 
 
+@pytest.mark.long
 def test_a_student_comes_nearer_to_its_teacher_without_a_reward(teacher):
     trained = distilled(teacher, "whole")
     rows = trained.metrics()

@@ -98,6 +98,7 @@ def curves(folder: Path) -> list[list[float]]:
     return [[row["loss"] for row in result.run(row).metrics()] for row in result.table()]
 
 
+@pytest.mark.long
 def test_a_sweep_killed_at_any_moment_continues(sweeps):
     assert sweeps("whole") == 0
     seed = random.SystemRandom().randrange(2**32)
@@ -134,6 +135,7 @@ def test_a_sweep_killed_while_it_wrote_its_first_file_begins_anew(sweeps):
     assert new_folder(run) == run
 
 
+@pytest.mark.long
 def test_a_process_of_a_pool_calculates_as_this_one_does():
     with jax.default_matmul_precision("highest"), jax.default_prng_impl("rbg"):
         pool_variables = pool_environment()

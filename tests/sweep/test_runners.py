@@ -146,6 +146,7 @@ def test_vmapped_runs_equal_runs_alone(tmp_path, alone, mesh):
         assert_same_run(js.load(each.folder), want, 1e-5)
 
 
+@pytest.mark.long
 def test_vmapped_transformers_on_a_mesh_equal_one_alone_on_a_device(tmp_path):
     model = js.models.Transformer.Config(depth=1, width=16, heads=2, hidden=16, vocab=32)
     jobs = [job(small(model=model, seed=i, layout=js.Layout("data=2")), tmp_path, i) for i in range(2)]

@@ -171,6 +171,7 @@ def test_a_folder_that_lacks_the_trials_of_another_machine_is_opened_again(machi
         assert [record.trial.id for record in again.records()] == [0, 1, 2]
 
 
+@pytest.mark.long
 def test_two_processes_share_a_sweep_and_one_killed_loses_nothing(tmp_path, url):
     command = [sys.executable, "-m", "tests.truth.pulling", url, str(tmp_path / "a"), "0.4"]
     measured = tmp_path / "a" / "001" / "metrics.jsonl"

@@ -91,6 +91,7 @@ def test_values_have_the_loss_of_the_setting(loss):
     assert "accuracy" not in metrics
 
 
+@pytest.mark.long
 def test_parts_add_up_and_layouts_agree():
     config = TrainConfig(
         model=MODEL, layout=None, seq_len=SEQ, objective=Classification(), batch_size=ROWS, segments=False
@@ -170,6 +171,7 @@ def settings(tmp_path, **more):
     return {"model": model, "data": data, "layout": None, "quiet": True, **defaults, **more}
 
 
+@pytest.mark.long
 def test_a_classifier_learns(tmp_path):
     run = js.fit(run=tmp_path / "run", **settings(tmp_path))
     rows = run.metrics()

@@ -133,6 +133,7 @@ def test_explain_says_the_bytes_of_a_step_beside_those_of_gradients():
     assert any(note.startswith(want) and note.endswith("would send 1 KiB") for note in notes), notes
 
 
+@pytest.mark.long
 def test_a_run_that_stops_and_goes_on_has_the_same_bits(tmp_path):
     algorithm = dataclasses.replace(STREAMING, wire=IntegerWire())
     one = config(algorithm=algorithm, layout=Layout("replica=2,fsdp=2"))

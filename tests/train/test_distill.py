@@ -128,6 +128,7 @@ def test_hidden_states_are_compared_and_a_cached_teacher_is_the_divergence_over_
     assert value_of(Distill(top=5), student, None, cached)[0] < exact
 
 
+@pytest.mark.long
 def test_it_keeps_an_objectives_promises(teacher):
     for objective in (Distill(start(teacher), cross_entropy=0.3), Distill(start(teacher), JensenShannon())):
         config = settled(TrainConfig(model=STUDENT, layout=None, objective=objective, **ROWS))
@@ -165,6 +166,7 @@ def test_a_student_learns_the_same_on_devices_resumed_and_with_adapters(teacher,
     assert jax.tree.structure(adapted.params()) == jax.tree.structure(one.params())
 
 
+@pytest.mark.long
 def test_another_teacher_in_its_place_is_refused(teacher, tmp_path):
     config = TrainConfig(model=STUDENT, layout=None, objective=Distill(start(teacher)), steps=4, **ROWS)
     js.fit(config, until=2, run=tmp_path / "run", **QUIET)
@@ -174,6 +176,7 @@ def test_another_teacher_in_its_place_is_refused(teacher, tmp_path):
         js.fit(changed, run=tmp_path / "run", resume=True, **QUIET)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "objective,array", short(1, [(Distill(top=4), LOGPROBS), (DPO(cached=True), "reference_logprobs")])
 )
@@ -198,6 +201,7 @@ def test_what_is_annotated_is_what_the_model_says_on_any_layout(objective, array
     np.testing.assert_array_equal(loader.batch_at(3)[array], np.concatenate([p[array] for p in parts]))
 
 
+@pytest.mark.long
 def test_a_run_reads_what_the_command_wrote(teacher, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.gin").write_text(f"""
@@ -279,6 +283,7 @@ def test_what_does_not_fit_is_refused(teacher, tmp_path):
         js.step.prepare(settled(staged))
 
 
+@pytest.mark.long
 def test_from_names_the_start_and_leaves_the_teacher(teacher, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     base = js.fit(model=STUDENT, layout=None, steps=1, run=tmp_path / "base", **ROWS, **QUIET)
@@ -305,6 +310,7 @@ train.steps = 1
     assert (info["start"]["run"], info["teacher"]["run"]) == (str(base.path), str(teacher.path))
 
 
+@pytest.mark.long
 def test_a_cached_reference_is_compared_with_the_start(teacher, tmp_path, caplog):
     config = TrainConfig(
         model=TEACHER, layout=None, objective=DPO(cached=True), steps=1, **(ROWS | {"data": PAIRS, "eval_batches": 0})

@@ -62,6 +62,7 @@ def test_its_checkpoint_is_restored_onto_any_layout_bit_for_bit(run, layout):
     assert_same_bits(restored(run, layout=layout), run.state)
 
 
+@pytest.mark.long
 def test_a_run_resumes_on_another_layout(run, text, tmp_path):
     folder = shutil.copytree(run.path, tmp_path / "copy")
     changed = transformer(text, optimizer=EIGHT, layout=ELSEWHERE, steps=STEPS + 2)

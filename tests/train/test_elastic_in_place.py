@@ -42,6 +42,7 @@ def test_a_batch_is_dealt_whole_and_no_device_gets_more_at_once(rows, shards, at
     assert dealt.rows - rows < dealt.micro_batches * shards  # one row more everywhere would do without
 
 
+@pytest.mark.long
 def test_losses_are_those_of_a_run_that_lost_nothing():
     whole = Elastic(config("data=4,tensor=2"))
     expected = [whole.step()["loss"] for _ in range(6)]

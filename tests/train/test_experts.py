@@ -74,6 +74,7 @@ def _gradients(model, batch, accumulate=1):
 BATCH = random_batch(64, rows=4, seq=8)
 
 
+@pytest.mark.long
 def test_accumulation_averages_what_layers_add_over_micro_batches():
     halves = [{k: v[i::2] for k, v in BATCH.items()} for i in range(2)]
     reported, grads = _gradients(ONE, BATCH, accumulate=2)
@@ -84,6 +85,7 @@ def test_accumulation_averages_what_layers_add_over_micro_batches():
     assert_leaves_agree(grads, jax.tree.map(lambda a, b: (a + b) / 2, *(g for _, g in parts)))
 
 
+@pytest.mark.long
 def test_the_training_loss_has_what_layers_add_and_the_metric_has_not():
     plain = dataclasses.replace(ONE, mlp=dataclasses.replace(EXPERTS, balance_loss=0.0, z_loss=0.0))
     (with_it, grads), (without, others) = (_gradients(m, BATCH) for m in (ONE, plain))
@@ -93,6 +95,7 @@ def test_the_training_loss_has_what_layers_add_and_the_metric_has_not():
     assert_leaves_agree(layer(grads)["load_bias"], layer(others)["load_bias"])
 
 
+@pytest.mark.long
 def test_recomputing_and_scanning_change_nothing():
     variants = (dict(scan=False, memory="none"), dict(memory="dots"))
     a, b = (_gradients(dataclasses.replace(ONE, depth=2, **changes), BATCH) for changes in variants)
@@ -139,6 +142,7 @@ def test_policies_reach_the_products_of_experts(memory, products):
     assert jaxpr.count("ragged_dot_general[") == products
 
 
+@pytest.mark.long
 def test_reversible_layers_report_and_differentiate_as_autodiff_does():
     model = Small(depth=2, mlp=EXPERTS, stack=ReversibleRun)
     blueprint, params = _params(model)

@@ -63,6 +63,7 @@ def adapters_of(blueprint):
     return jax.tree.map(lambda i: jax.random.normal(next(keys), i.shape, i.dtype) * 0.1, blueprint.infos)
 
 
+@pytest.mark.long
 def test_all_of_a_model_is_trained_on_from_a_checkpoint_on_any_layout(base, tmp_path):
     config = config_of(base, js.Layout("fsdp=4,tensor=2"), adapters=None)
     assert config.model == MODEL and config.start == FromRun(str(base.path), 2)
@@ -72,6 +73,7 @@ def test_all_of_a_model_is_trained_on_from_a_checkpoint_on_any_layout(base, tmp_
     assert int(state.step) == 0
 
 
+@pytest.mark.long
 def test_the_folder_says_what_a_run_started_from_and_going_on_does_not_read_it_again(base, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(base.path, copy)
@@ -192,6 +194,7 @@ def test_sharded_adapters_are_updated_as_unsharded_ones(base, unsharded, mesh):
         assert tuple(where["a"].spec) == (None, "fsdp", None) and tuple(where["b"].spec) == (None, None, "tensor", None)
 
 
+@pytest.mark.long
 def test_frozen_parameters_move_with_the_adapters_when_devices_are_lost(base):
     config = config_of(base, js.Layout("data=4,tensor=2"), steps=2, lr=1e-2)
     whole, run = Elastic(config), Elastic(config)
@@ -248,6 +251,7 @@ def test_a_run_of_adapters_saves_them_alone_goes_on_and_is_a_model_when_loaded(b
         js.fit(run=tmp_path / "whole", resume=True, steps=5, start=FromRun(str(tmp_path / "other"), 3), quiet=True)
 
 
+@pytest.mark.long
 def test_merged_adapters_are_an_ordinary_run_from_the_command_line(base, tmp_path, capsys):
     from jaxscale.cli import main
 

@@ -50,6 +50,7 @@ MIXERS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mixer", MIXERS, ids=lambda m: type(m).__name__)
 def test_mixers_keep_documents_apart_and_decode(mixer):
     check_mixer(mixer)

@@ -34,6 +34,7 @@ def check(decay, delta, dtype, implementation="mosaic_tpu"):
         assert error_of(ours, right) <= allowed(error_of(plain, right), ours.dtype) * (1 + log_decay), i
 
 
+@pytest.mark.long
 def test_the_delta_rules_outputs_state_and_gradients_are_exact_across_restarts_and_have_no_races(capsys):
     check("heads", True, "float32")
     assert "RACE" not in capsys.readouterr().out

@@ -63,6 +63,7 @@ def test_files_that_the_writer_before_uploaded_late_are_not_overwritten(tmp_path
         writer.flush()  # so that no checkpoint is finished whose metrics the next writer may not have seen
 
 
+@pytest.mark.long
 def test_a_run_whose_last_upload_failed_is_completed_when_it_is_started_again(tmp_path, whole):
     url = copied(whole, f"s3://runs/{tmp_path.name}/run", status="running")
     again = js.fit(run=url, resume=True, quiet=True)

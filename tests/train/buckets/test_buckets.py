@@ -123,6 +123,7 @@ def test_two_runs_in_one_folder_stop_the_first(tmp_path):
     assert stopped == [3]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("status", [503, pytest.param(500, marks=LONG), pytest.param(0, marks=LONG)])
 def test_a_server_that_fails_for_a_while_loses_nothing(status, stores, tmp_path, whole, monkeypatch):
     url, count = f"s3://runs/{tmp_path.name}/run", iter(range(10**9))
@@ -135,6 +136,7 @@ def test_a_server_that_fails_for_a_while_loses_nothing(status, stores, tmp_path,
     assert next(count) > 200
 
 
+@pytest.mark.long
 def test_credentials_that_expire_fail_the_next_step_and_a_resumed_run_uploads_the_rest(
     stores, tmp_path, whole, monkeypatch
 ):
@@ -155,6 +157,7 @@ def test_credentials_that_expire_fail_the_next_step_and_a_resumed_run_uploads_th
     assert_same_parameters(whole, resumed)
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_before_its_first_upload_goes_on_from_the_disk(tmp_path, whole, monkeypatch):
     url, steps = f"s3://runs/{tmp_path.name}/run", []
 
@@ -177,6 +180,7 @@ def test_a_run_that_is_killed_before_its_first_upload_goes_on_from_the_disk(tmp_
     assert_same_parameters(whole, again)
 
 
+@pytest.mark.long
 def test_checkpoints_are_staged_on_a_disk_and_read_from_whichever_is_whole(stores, tmp_path, whole, monkeypatch):
     url, staging = f"s3://runs/{tmp_path.name}/run", tmp_path / "staging"
     slow = threading.Event()

@@ -72,6 +72,7 @@ def test_a_sweep_in_a_bucket_goes_on_on_another_machine_and_repeats_nothing(tmp_
     assert repr(js.sweep.Result(url)) == f"Result({url!r})"
 
 
+@pytest.mark.long
 def test_what_exists_in_a_bucket_is_not_overwritten_and_near_names_are_urls(copy, tmp_path, capfd):
     base = f"s3://runs/{tmp_path.name}"
     Bucket(base).write("one.gguf", b"x")

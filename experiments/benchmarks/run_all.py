@@ -67,6 +67,7 @@ JOBS = (
     Job("decode_attention", 1.0),
     Job("stored_matmul", 0.5),
     Job("grouped_matmul", 1.0),
+    Job("grouped_stored_matmul", 0.5),
     Job("softmax", 1.5),
     Job("recurrence", 1.0),
     Job("generate_share", 1.0, 150.0),

@@ -33,6 +33,7 @@ from tests.pallas_kernels.decode_attention import cases as decode_cases
 from tests.pallas_kernels.flash_attention import cases as attention_cases
 from tests.pallas_kernels.flash_attention import grid
 from tests.pallas_kernels.grouped_matmul import cases as grouped_cases
+from tests.pallas_kernels.grouped_stored_matmul import cases as grouped_stored_cases
 from tests.pallas_kernels.works import loss_and_gradients, update_program
 
 
@@ -45,6 +46,7 @@ def works(small: bool = False) -> Iterator[Work]:
     yield from _decode(small)
     yield from _stored(small)
     yield from _grouped(small)
+    yield from _grouped_stored(small)
     yield from _recurrence(small)
 
 
@@ -403,6 +405,14 @@ def _grouped(small: bool) -> Iterator[Work]:
             yield Work(
                 "grouped_matmul", f"{feature} {512 * times}x{k}x{n}", dtype, grouped_cases.PARTS, make, large=True
             )
+
+
+def _grouped_stored(small: bool) -> Iterator[Work]:
+    times, k, n = (1, 256, 128) if small else (16, 2048, 1408)
+    for form in ("int8", "int4, groups of 128", "mxfp4"):
+        make = functools.partial(grouped_stored_cases.program, form, "bfloat16", k=k, n=n, times=times)
+        feature = f"{form} {180 * times}x{k}x{n}"
+        yield Work("grouped_stored_matmul", feature, "bfloat16", grouped_stored_cases.PARTS, make, large=True)
 
 
 # recurrences ---------------------------------------------------------------------------------------------------------

@@ -19,21 +19,28 @@ PARTS = ("y", "drows")
 
 
 def arrays(
-    form: str, k: int, n: int, m: int, transposed: bool = False, dtype: str = "float32", seed: int = 0
+    form: str,
+    k: int,
+    n: int,
+    m: int,
+    transposed: bool = False,
+    dtype: str = "float32",
+    seed: int = 0,
+    times: int = 1,
 ) -> tuple[jax.Array, Packed, np.ndarray, np.ndarray]:
     """Return rows, the weight, sizes, and the matrices in float64; rows after the last group are large numbers."""
     random, made = np.random.default_rng(seed), [make(form, k, n, seed + g) for g in range(len(SIZES))]
     weight = jax.tree.map(lambda *a: jnp.stack(a), *(w for w, _ in made))
     rows = jnp.asarray(random.normal(size=(m, n if transposed else k)), jnp.float32).astype(dtype)
-    rows = jnp.where(jnp.arange(m)[:, None] >= sum(SIZES), jnp.asarray(1e4, dtype), rows)
-    return rows, weight, np.asarray(SIZES, np.int32), np.stack([matrix for _, matrix in made])
+    rows = jnp.where(jnp.arange(m)[:, None] >= times * sum(SIZES), jnp.asarray(1e4, dtype), rows)
+    return rows, weight, times * np.asarray(SIZES, np.int32), np.stack([matrix for _, matrix in made])
 
 
-def program(form: str, dtype: str, seed: int | None) -> Program:
-    """Return the work of the parity table."""
+def program(form: str, dtype: str, seed: int | None, *, k: int = 256, n: int = 128, times: int = 1) -> Program:
+    """Return the work of the parity table; `times` are the rows of a group in multiples of `SIZES`."""
     drawn = draws(5, seed)
-    rows, weight, sizes, matrices = arrays(form, 256, 128, 180, dtype=dtype, seed=drawn)
-    dy = arrays(form, 256, 128, 180, True, dtype, drawn)[0]
+    rows, weight, sizes, matrices = arrays(form, k, n, 180 * times, dtype=dtype, seed=drawn, times=times)
+    dy = arrays(form, k, n, 180 * times, True, dtype, drawn, times)[0]
     wide = [np.asarray(a.astype(jnp.float32), np.float64) for a in (rows, dy)]
 
     def both(rows: jax.Array, matrices: Any, dy: jax.Array, product: Any) -> Any:

@@ -33,6 +33,9 @@ class Family:
       prefix: prefix of tensor names that checkpoints of the model without its head lack.
       module: name of a tensor of the first module of multi-token prediction, with "{depth}"; a model whose files lack
         it has none, since `transformers` saves models without them. `None` if the family has no such modules.
+      module_layers: beginning of the names of tensors in the blocks of those modules, with "{l}" for the module; by
+        default module k is layer depth + k.
+      left_out: regular expressions of tensor names of parts that our model lacks; an import lists what it left out.
     """
 
     model_type: str
@@ -43,6 +46,8 @@ class Family:
     ignored: tuple[str, ...] = ()
     prefix: str = ""
     module: str | None = None
+    module_layers: str = ""
+    left_out: tuple[str, ...] = ()
 
     def bind(self, config: TransformerConfig) -> list[Bound]:
         """Match every parameter of a model with its `Map`.
@@ -55,7 +60,7 @@ class Family:
         """
         infos = infos_of(config)
         table = self.table if isinstance(self.table, tuple) else self.table(config)
-        return bind(table, jax.tree.leaves(infos), config.runs)
+        return bind(table, jax.tree.leaves(infos), config.runs, self.module_layers)
 
     def differences(self, config: TransformerConfig, length: int) -> list[str]:
         """List the settings of a config that this family cannot express, as "name = value (it has another)".

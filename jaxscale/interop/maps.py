@@ -202,13 +202,19 @@ def groups(pattern: str) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(group) for group in ParsedExpression(pattern).composition)
 
 
-def bind(table: Iterable[Map], infos: Iterable[TensorInfo], runs: Sequence[tuple[Sequence[Any], int]]) -> list[Bound]:
+def bind(
+    table: Iterable[Map],
+    infos: Iterable[TensorInfo],
+    runs: Sequence[tuple[Sequence[Any], int]],
+    module_layers: str = "",
+) -> list[Bound]:
     """Match every parameter of a model with its `Map`.
 
     Args:
       table: the family's `Map`s.
       infos: the model's `TensorInfo`s.
       runs: `TransformerConfig.runs`.
+      module_layers: see `Family`.
 
     Raises:
       CheckpointError: parameters without a `Map`; the message lists them.
@@ -229,6 +235,9 @@ def bind(table: Iterable[Map], infos: Iterable[TensorInfo], runs: Sequence[tuple
         if line is None:
             unmatched.append(info.path)
             continue
+        if module_layers and (ahead := _AHEAD.fullmatch(info.path)):
+            layers = (int(ahead[1]),)
+            line = dataclasses.replace(line, key=module_layers + line.key.partition("{l}.")[2])
         matched.append((line, info, layers, _sizes(line, info, bool(layers))))
     if unmatched:
         raise CheckpointError(f"the table has no line for {_list(unmatched)}")
@@ -248,7 +257,7 @@ def _in_block(
 ) -> tuple[str, tuple[int, ...]]:
     """Return a parameter's path within its block, and the layers that it is stacked over; all of the path and `()`.
 
-    The block of module k of multi-token prediction is layer depth + k of theirs.
+    The block of module k of multi-token prediction is layer depth + k of theirs, unless they have other names.
     """
     if block := _BLOCK.fullmatch(path):
         run, j = int(block[1]), int(block[2])

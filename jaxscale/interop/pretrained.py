@@ -118,6 +118,12 @@ def open_pretrained(
         say(f"{file} says that head and embedding are tied, but {_HEAD} in {folder} has other values; untying them")
         config = dataclasses.replace(config, tied=False)
         arrays = _foreign(family, dataclasses.replace(config, param_dtype="bfloat16"), tensors, widen)
+    left = [name for name in arrays.unused if any(re.fullmatch(p, name) for p in family.left_out)]
+    if left:
+        say(
+            f"leaving out {count(len(left), 'tensor')} of {folder}, such as {left[0]}: modules of multi-token "
+            f"prediction as {family.model_type} has them here are not supported; the model is complete without them"
+        )
     if dtype is None:
         dtype, why = _lossless(arrays.dtypes())
         if why:
@@ -178,7 +184,7 @@ def _model(family: Family, fields: Fields, tensors: int) -> TransformerConfig:
 
 
 def _foreign(family: Family, config: TransformerConfig, tensors: Tensors, widen: bool) -> Foreign:
-    ignored = tuple(p.replace("{depth}", str(config.depth)) for p in family.ignored)
+    ignored = tuple(p.replace("{depth}", str(config.depth)) for p in (*family.ignored, *family.left_out))
     ignored = (*ignored, *((re.escape(_HEAD),) if config.tied else ()))  # a tied head may be in the file, too
     if isinstance(tensors, Decoded) and not widen:
         return Kept(tensors, family.bind(config), jax.tree.leaves(infos_of(config)), ignored, family.prefix)

@@ -43,6 +43,7 @@ class Foreign:
         self._bound = {f"{leading}{b.name}": b for b in bound}
         self._prefix = prefix if any(k.startswith(prefix) for k in tensors) else ""
         self._without = prefix if prefix and not self._prefix else ""
+        self.unused: list[str] = []  # tensors that match `ignored`
         self._check()
 
     @property
@@ -70,8 +71,9 @@ class Foreign:
         wrong = [f"{key} is missing" for key in expected if key not in self._tensors]
         for key, tensor in self._tensors.items():
             if key not in expected:
-                if not any(p.fullmatch(key) for p in self._ignored):
-                    wrong.append(f"{key} is not in the model")
+                ignored = any(p.fullmatch(key) for p in self._ignored)
+                self.unused += [key] if ignored else []
+                wrong += [] if ignored else [f"{key} is not in the model"]
             elif tensor.shape != expected[key].their_shape:
                 shape = list(expected[key].their_shape)
                 wrong.append(f"{key} is {list(tensor.shape)}, and its config.json says {shape}")

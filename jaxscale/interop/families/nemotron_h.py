@@ -180,4 +180,6 @@ def _config(m: TransformerConfig) -> dict[str, Any]:
     }
 
 
-FAMILY = Family("nemotron_h", "NemotronHForCausalLM", _model, _config, _TABLE, (r"mtp\..*", r"backbone\.mtp.*"))
+FAMILY = Family(
+    "nemotron_h", "NemotronHForCausalLM", _model, _config, _TABLE, left_out=(r"mtp\..*", r"backbone\.mtp.*")
+)

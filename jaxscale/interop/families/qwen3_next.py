@@ -21,6 +21,18 @@ from jaxscale.nn import GatedDeltaNet, GatedMultiHead, MixtureOfExperts, QKNorm,
 _LINEAR = "linear_attention"
 _DELTA = LAYER + "linear_attn."
 _ONE = (("one", 1),)
+_MODULE = (
+    Map("multi_token/0/token_norm/scale", "mtp.pre_fc_norm_embedding.weight", "e"),
+    Map("multi_token/0/hidden_norm/scale", "mtp.pre_fc_norm_hidden.weight", "e"),
+    Map("multi_token/0/norm/scale", "mtp.norm.weight", "e"),
+    *fused(
+        "mtp.fc.weight",
+        "e",
+        Map("multi_token/0/from_token/kernel", "", "e f", "f e"),
+        Map("multi_token/0/from_hidden/kernel", "", "e f", "f e"),
+    ),
+)
+"""The module of multi-token prediction; several would share these tensors, and ours share none."""
 
 
 def _model(c: Fields) -> TransformerConfig:
@@ -52,6 +64,8 @@ def _model(c: Fields) -> TransformerConfig:
         BlockConfig(delta if kind == _LINEAR else None, SwiGLU if i in dense or (i + 1) % step else None)
         for i, kind in enumerate(types)
     ]
+    # a config.json that names no number stands for one module; it has attention and experts, and ours the last layer's
+    module = c.get("num_nextn_predict_layers", 1) == 1 and layers[-1] == BlockConfig()
     return TransformerConfig(
         **sizes(c, kv_heads=2, head_dim=256),
         blocks=next(tuple(layers[:p]) for p in range(1, depth + 1) if layers[:p] * (depth // p) == layers),
@@ -61,6 +75,7 @@ def _model(c: Fields) -> TransformerConfig:
         norm=UnitOffsetRMSNorm,
         qk_norm=QKNorm(UnitOffsetRMSNorm),
         tied=c.only("tie_word_embeddings", False, True),
+        multi_token=int(module),
     )
 
 
@@ -89,6 +104,7 @@ def _config(m: TransformerConfig) -> dict[str, Any]:
         "mlp_only_layers": [i for i, layer in enumerate(layers) if not isinstance(layer.mlp, MixtureOfExperts)],
         "decoder_sparse_step": 1,
         "attention_bias": False,
+        "num_nextn_predict_layers": m.multi_token,
     }
 
 
@@ -142,7 +158,18 @@ def _table(m: TransformerConfig) -> tuple[Map, ...]:
         *MLP,
         *EXPERTS,
         *SHARED,
+        *_MODULE,
     )
 
 
-FAMILY = Family("qwen3_next", "Qwen3NextForCausalLM", _model, _config, _table, (*IGNORED, r"mtp\..*"))
+FAMILY = Family(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    _model,
+    _config,
+    _table,
+    IGNORED,
+    module="mtp.fc.weight",
+    module_layers="mtp.layers.{l}.",
+    left_out=(r"mtp\..*",),
+)

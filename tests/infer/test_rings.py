@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
 
 from jaxscale.errors import ConfigError
 from jaxscale.infer.cache import Contiguous, Paged, cache_bytes, init_cache
 from jaxscale.infer.engine import Cached, Engine
+from jaxscale.infer.engine.device import steps_of
+from jaxscale.infer.engine.packing import Shape, Sizes, pack
 from jaxscale.infer.loaded import Loaded
 from jaxscale.infer.speculative import WithDraft
 from jaxscale.layout import Layout
@@ -18,6 +21,7 @@ from jaxscale.models import BlockConfig, TransformerConfig
 from jaxscale.nn import CrossDecoderAttention, Lizard, MultiHeadLatent
 from tests.infer.test_mixed_stacks import LENGTH, VOCAB, greedy, model_of, requests_of, served
 from tests.truth.errors import raises_saying
+from tests.truth.layouts import QUICKLY
 from tests.truth.long import short
 
 NEAR = TransformerConfig(depth=4, vocab=VOCAB, width=16, heads=4, kv_heads=4, head_dim=8, hidden=32, windows=(4, None))
@@ -91,6 +95,23 @@ def test_bytes_do_not_grow_with_the_length(cache):
     assert size(400) == size(4000) == 4 * 2 * 3 * pages * page * 2 * 4 * 8 * 4
     assert size(400, back=page) == (pages + 1) * size(400) // pages
     assert size(8) == cache_bytes(model, dataclasses.replace(cache, ring=None), 2, 3, 8)  # smaller than the ring
+
+
+@pytest.mark.parametrize("cache", short(1, [Contiguous(ring=6), Paged(page=16, ring=32)]), ids=str)
+def test_a_compiled_step_holds_no_more_bytes_at_a_million_tokens(cache):
+    graphdef, params = model_of(None, dataclasses.replace(NEAR, windows=(4,)))
+    model = nnx.merge(graphdef, params)
+
+    def held(length):
+        entries = length // cache.page if isinstance(cache, Paged) else 0
+        sizes = Sizes(shards=1, slots=2, budget=16, entries=entries)
+        inputs, _ = pack((), Shape(2, 0), sizes, VOCAB, np.asarray([-1], np.int32))
+        states = jax.eval_shape(lambda: init_cache(model, cache, 1, 2, length))
+        one, _ = steps_of(graphdef, cache, 1)
+        memory = one.lower(params, states, inputs).compile(QUICKLY).memory_analysis()
+        return memory.argument_size_in_bytes, memory.temp_size_in_bytes
+
+    assert held(2**12) == held(2**20)
 
 
 def test_what_rings_do_not_do_is_one_sentence():

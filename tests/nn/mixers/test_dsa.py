@@ -16,6 +16,7 @@ from jaxscale.convert.attention import change_attention
 from jaxscale.errors import ConfigError
 from jaxscale.models import BlockConfig, TransformerConfig
 from jaxscale.nn import DSA, Context, MultiHead, MultiHeadLatent
+from jaxscale.plan import plan_for
 from jaxscale.plan.flops import count
 from jaxscale.testing import check_mixer, compare_layouts
 from tests.truth.layouts import QUICKLY
@@ -132,6 +133,23 @@ def test_a_latent_run_is_continued_as_deepseek_v32_was(tmp_path):
         assert np.array_equal(trained[path], x) != ("indexer" in jax.tree_util.keystr(path)), path
     sparse = js.fit(model=Model(), start=js.train.FromRun(warm.path), run=tmp_path / "sparse", steps=2, **options)
     assert np.isfinite([line["index_divergence"] for line in sparse.metrics()]).all()
+
+
+RUN = dict(
+    data=js.data.synthetic(documents=40, length=60, vocab_size=32), schedule=js.optim.Constant(), lr=0.02,
+    layout=None, seq_len=16, batch_size=4, eval_batches=0, quiet=True,
+)  # fmt: skip
+
+
+@pytest.mark.long
+def test_a_run_is_resumed_bit_for_bit_and_planned(tmp_path):
+    options = dict(RUN, model=Model(attention_layer=dataclasses.replace(SMALL, kv_rank=8, q_rank=8, index_heads=2)))
+    whole = js.fit(run=tmp_path / "whole", steps=4, **options)
+    js.fit(run=tmp_path / "parts", steps=2, **options)
+    parts = js.fit(run=tmp_path / "parts", steps=4, resume=True, **options)
+    jax.tree.map(np.testing.assert_array_equal, parts.params(), whole.params())
+    config = dataclasses.replace(whole.config, layout=js.Layout("fsdp=2,tensor=2"))
+    assert plan_for(config, "h100:4", compile="never").step.compute > 0
 
 
 def test_traced_flops_are_those_that_the_mixer_counts():

@@ -137,6 +137,8 @@ class TrainingSession:
         """Check the settings, choose and lock the folder, and make or restore the state."""
         config, (path, resume, name, prepare) = self.config, self._open
         reporter = self.reporter
+        if config.batching is not None:
+            raise ConfigError("a session computes gradients of batches on one layout; leave out train.batching, or fit")
         self.prepared = prepare(config)
         folder, resuming, lock = choose_folder(config, path, resume, name, reporter.say)
         self.run = Run(folder, config)

@@ -215,6 +215,7 @@ def coordcheck(
     if not isinstance(config.model, HasWidths):
         raise ConfigError(f"{type(config.model).__name__} has no at_width(width), so it has no other widths to check")
     plain: dict[str, Any] = dict(layout=None, schedule=Constant(), steps=steps, guards=(), eval_batches=0, prompt=None)
+    plain["batching"] = None
     configs = [dataclasses.replace(config, model=config.model.at_width(w), **plain) for w in widths]
     prepared = prepare(configs[0])
     # sizes are recorded before each step, so that those after the last step take one batch more

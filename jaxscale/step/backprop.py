@@ -158,11 +158,7 @@ def make_loss_and_grads(
     if accumulate > 1:
         check_additive(objective, f"accumulate = {accumulate} splits the batch", "set it to 1")
     stages = pipelined(blueprint.of_model(), objective, accumulate) if is_pipelined(blueprint) else None
-
-    def value(params: Tree, batch: Batch, key: jax.Array, weights: Totals, frozen: Tree) -> tuple[jax.Array, Totals]:
-        model = nnx.merge(blueprint.graphdef, blueprint.model_params(params, frozen))
-        terms = terms_of(objective, model, batch, key=key, reference=blueprint.reference_of(frozen))
-        return objective.value(terms | weights), terms
+    value = make_value(blueprint, objective)
 
     def lay_out(grads: Tree) -> Tree:
         return jax.tree.map(lambda g, i: constrain(g, *i.axes, kind="grads"), grads, blueprint.infos)
@@ -204,6 +200,22 @@ def make_loss_and_grads(
         return with_logged(objective.metrics(terms | weights), terms, accumulate) | tables(terms), like_params(grads)
 
     return loss_and_grads
+
+
+def make_value(blueprint: Blueprint, objective: Objective) -> Callable[..., tuple[jax.Array, Totals]]:
+    """Return `f(params, batch, key, weights, frozen) -> (the objective's value, terms)` for `make_loss_and_grads`.
+
+    Args:
+      blueprint: the model.
+      objective: the objective.
+    """
+
+    def value(params: Tree, batch: Batch, key: jax.Array, weights: Totals, frozen: Tree) -> tuple[jax.Array, Totals]:
+        model = nnx.merge(blueprint.graphdef, blueprint.model_params(params, frozen))
+        terms = terms_of(objective, model, batch, key=key, reference=blueprint.reference_of(frozen))
+        return objective.value(terms | weights), terms
+
+    return value
 
 
 def numbered(batch: Batch) -> Batch:

@@ -35,6 +35,7 @@ from jaxscale.parallel import why_no_gathers
 from jaxscale.step.algorithm import Step, Tree
 from jaxscale.step.backprop import numbered
 from jaxscale.step.blueprint import abstract_inputs, blueprint_of, shapes_of
+from jaxscale.step.by_degree import ByDegree, Dealt, settings_by_degree
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.effects import without_effect
 from jaxscale.step.histograms import with_histograms
@@ -64,7 +65,9 @@ class Prepared:
       loader: training batches by step.
       heldout: held-out batches in host memory, for `train.data` under "" and for each of `train.evaluate_on` under
         "/NAME".
-      batch: the sharding, or `None`, of each array of a batch that the objective needs.
+      batch: the sharding, or `None`, of each array of a batch that the objective needs; with `train.batching`, of an
+        evaluation's.
+      by_degree: data, step and evaluation of a run with `train.batching`, else `None`.
     """
 
     blueprint: Blueprint
@@ -72,6 +75,7 @@ class Prepared:
     loader: Loader
     heldout: dict[str, list[Batch]]
     batch: dict[str, NamedSharding | None]
+    by_degree: ByDegree | None = None
 
     def place(self, batches: Loader | Callable[[int], Batch], step: int) -> dict[str, jax.Array]:
         """Return a batch on its devices.
@@ -81,6 +85,14 @@ class Prepared:
           step: the step, from 0, or the index.
         """
         return to_devices(batches, step, self.batch)
+
+    def place_step(self, step: int) -> dict[str, jax.Array] | Dealt:
+        """Return the training batch of a step on its devices, for the function that `step_of` returns.
+
+        Args:
+          step: the step, from 0.
+        """
+        return self.place(self.loader, step) if self.by_degree is None else self.by_degree.place(self.loader, step)
 
     def batch_shardings(self) -> dict[str, NamedSharding | None] | None:
         """Return the shardings of a batch for `jit_step`."""
@@ -100,6 +112,8 @@ class Prepared:
         Args:
           config: the run's settings.
         """
+        if self.by_degree is not None:
+            return self.by_degree.step()
         step = self.plain_step(config)
         if config.histograms is not None and config.trackers:
             step = with_histograms(step, config.histograms)
@@ -111,6 +125,8 @@ class Prepared:
         Args:
           config: the run's settings.
         """
+        if self.by_degree is not None:
+            return self.by_degree.eval_of(self.batch)
         return make_eval(self.blueprint, self.batch_shardings(), config.objective)
 
     @property
@@ -159,7 +175,9 @@ def prepare(config: TrainConfig) -> Prepared:
             )
     blueprint, schedule = check(config)
     inputs = config.objective.inputs(config)
-    shardings = batch_shardings(config.layout, inputs, config.batch_size)
+    by_degree = None if config.batching is None else ByDegree(config, blueprint, schedule)
+    layout = config.layout if by_degree is None else by_degree.evaluation.layout
+    shardings = batch_shardings(layout, inputs, config.batch_size)
     source = _open(config.data, "train", config)
     if config.prompt is not None:
         text_ids(config, config.prompt)  # raises now, and not after hours of training
@@ -175,7 +193,7 @@ def prepare(config: TrainConfig) -> Prepared:
         for batch in (b for batches in heldout.values() for b in batches):
             documents(batch)
     loader = Loader(source, config.batch_size, config.seed, config.objective.group, check=documents)
-    return Prepared(blueprint, schedule, loader, heldout, shardings)
+    return Prepared(blueprint, schedule, loader, heldout, shardings, by_degree)
 
 
 def _check_documents(model: ChecksDocuments, batch: Batch) -> None:
@@ -290,7 +308,9 @@ def check(config: TrainConfig) -> tuple[Blueprint, Schedule | None]:
             "such as FromRun('runs/base') (jaxscale train --from RUN)"
         )
     blueprint, schedule = blueprint_of(config)
-    check_quickly(blueprint, config)
+    if config.batching is None:
+        check_quickly(blueprint, config)
+    traced = config if config.batching is None else _check_by_degree(config, blueprint)
     blueprint.shardings()  # raises if a tensor cannot be sharded
     shardings_of(blueprint.frozen, config.layout)
     slow = filled_notes([blueprint.infos, blueprint.frozen], config.layout)
@@ -302,10 +322,23 @@ def check(config: TrainConfig) -> tuple[Blueprint, Schedule | None]:
         *slow,
     ):
         log.warning("%s", sentence)
-    _trace(blueprint, config)
+    _trace(blueprint, traced)
     if config.histograms is not None and config.histograms.grads:
         _check_gradients(blueprint, config, schedule)
     return blueprint, schedule
+
+
+def _check_by_degree(config: TrainConfig, blueprint: Blueprint) -> TrainConfig:
+    """Make the checks of `check_quickly` for each degree of `train.batching`; return the settings of the largest."""
+    each = settings_by_degree(config, blueprint)
+    largest = each[max(each)]
+    evaluation = dataclasses.replace(config, layout=largest.layout, batching=None)
+    for one in (*each.values(), *([evaluation] if config.eval_batches else [])):
+        try:
+            check_quickly(dataclasses.replace(blueprint, layout=one.layout), one)
+        except (ConfigError, LayoutError) as e:
+            raise type(e)(f"train.batching = FlexSP(), micro-batches on {one.layout}: {e}") from None
+    return largest
 
 
 def _check_gradients(blueprint: Blueprint, config: TrainConfig, schedule: Schedule | None) -> None:

@@ -126,7 +126,7 @@ class Elastic:
       config: the run's settings; its layout must have a `data` axis.
 
     Raises:
-      ConfigError: the layout has no `data` axis, or the objective needs several rows together.
+      ConfigError: the layout has no `data` axis, the objective needs several rows together, or there is `batching`.
     """
 
     def __init__(self, config: TrainConfig):
@@ -135,6 +135,8 @@ class Elastic:
         if config.objective.group > 1 or not config.objective.additive:
             name = type(config.objective).__name__
             raise ConfigError(f"Elastic distributes single rows, but {name} needs several rows together; use fit")
+        if config.batching is not None:
+            raise ConfigError("Elastic has one layout for all rows; leave out train.batching, or use fit")
         self.config, self.prepared = config, prepare(config)
         self.alive = list(config.layout.device_mesh.devices.flat)
         self._at_once = 0

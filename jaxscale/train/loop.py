@@ -211,6 +211,8 @@ class Loop:
         config, say = self.config, self.reporter.say
         self._phase(step, "picture and sample", disk=True)
         self.record.picture()
+        if self.prepared.by_degree is not None and self.main:
+            say(self.prepared.by_degree.summary())
         if status != "finished":
             why = f"stopped by {self.signals['signal']}" if status == "stopped" else "paused"
             say(f"{why} after step {step} of {config.steps}; its checkpoint is written")
@@ -333,7 +335,7 @@ class Loop:
 
     def _take(self, state: TrainState, done: int) -> tuple[TrainState, dict[str, jax.Array]]:
         self._phase(done + 1, "data")
-        batch = self._place(done)
+        batch = self.prepared.place_step(done)
         self._phase(done + 1, "step", disk=self.profile is not None)  # a profile is written at its end
         return self.step(state, batch)
 
@@ -389,9 +391,6 @@ class Loop:
         objective = self.config.objective
         metrics = objective.metrics(totals)
         return {f"eval_{name}{corpus}": float(metrics[name]) for name in objective.evaluated}
-
-    def _place(self, step: int) -> dict[str, jax.Array]:
-        return self.prepared.place(self.prepared.loader, step)
 
     def _save(self, state: TrainState) -> None:
         for watch in self.watches:

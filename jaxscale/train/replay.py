@@ -110,10 +110,11 @@ def replay(run: RunFolder, step: int) -> Replayed:
             if done + 1 in passed:
                 state = state.replace(step=state.step + 1)
             else:
-                state, metrics = take(state, prepared.place(prepared.loader, done))
+                state, metrics = take(state, prepared.place_step(done))
                 jax.block_until_ready(metrics)  # simulated devices deadlock when steps pile up
-        batch = prepared.place(prepared.loader, step - 1)
-        host = _on_host((state.params, state.opt_state, batch, state.frozen))
+        batch = prepared.place_step(step - 1)
+        rows: Tree = batch if prepared.by_degree is None else prepared.loader.batch_at(step - 1)  # not dealt
+        host = _on_host((state.params, state.opt_state, rows, state.frozen))
         key = jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(state.rng))))
         metrics = jax.device_get(take(state, batch)[1])
     numbers = {k: float(metrics[k]) for k in NUMBERS}

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 import numpy as np
 from jaxtyping import Float64, Integer
 
+from jaxscale.config import register
 from jaxscale.errors import DataError
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class SequenceCosts:
     """Costs of the forward and backward pass of sequences, by their lengths and the degree of their group.

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jaxtyping import Float64, Integer
 
+from jaxscale.config import register
 from jaxscale.data.batching.costs import SequenceCosts, check_lengths, usable
 from jaxscale.data.batching.plans import BatchPlan, Group
 from jaxscale.data.batching.static import Static
@@ -38,20 +39,26 @@ _Solved = list[tuple[int, list[int], float]]
 """Degree, sequences and seconds of each group of a micro-batch."""
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class FlexSP:
     """Divide the batch into micro-batches of similar lengths, and the devices of each into groups of fitting degrees.
 
     Args:
       degrees: degrees to choose from; `None` for all of the costs.
-      mixed: whether groups of one micro-batch may differ in degree. A program with one mesh for each micro-batch needs
-        `False`.
+      mixed: whether groups of one micro-batch may differ in degree. Training has one mesh for each micro-batch, and
+        plans with `False`.
       tries: of small batches, numbers of micro-batches to try, from the least that memory allows.
+      capacity: in training, tokens of a micro-batch on a device; `None` is that of `costs`, or else the least with
+        which the largest degree holds `train.seq_len`.
+      costs: in training, the costs; `None` takes arithmetic from the model's FLOPs (see `jaxscale.step.by_degree`).
     """
 
     degrees: tuple[int, ...] | None = None
     mixed: bool = True
     tries: int = 3
+    capacity: int | None = None
+    costs: SequenceCosts | None = None
 
     def plan(self, lengths: Integer[np.ndarray, " n"], devices: int, costs: SequenceCosts) -> BatchPlan:
         """Return the plan of a batch.

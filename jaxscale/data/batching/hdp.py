@@ -13,6 +13,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Float64, Integer
 
+from jaxscale.config import register
 from jaxscale.data.batching.costs import SequenceCosts, check_lengths, usable
 from jaxscale.data.batching.plans import BatchPlan, Group
 
@@ -23,6 +24,7 @@ ENOUGH = 1.005
 """Stop at a plan that takes at most this over the shortest time possible."""
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class HDP:
     """Give every sequence the degree that takes the least time of devices, among those that meet a common deadline.

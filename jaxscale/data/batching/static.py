@@ -7,12 +7,14 @@ import dataclasses
 import numpy as np
 from jaxtyping import Integer
 
+from jaxscale.config import register
 from jaxscale.data.batching.costs import SequenceCosts, check_lengths, usable
 from jaxscale.data.batching.plans import BatchPlan, Group
 from jaxscale.data.packing import best_fit
 from jaxscale.errors import DataError
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class Static:
     """Pack sequences by best fit into rows of one length, and give every group a row at a time.

@@ -92,6 +92,8 @@ class RunGroup:
             prepared = prepare(self.configs[0])
         except JaxscaleError as e:  # the error may be this member's alone, so each is tried by itself
             raise Broken(str(e)) from e
+        if prepared.by_degree is not None:
+            raise Broken("steps with train.batching have several programs each")
         if any(s.memory_kind == HOST for s in jax.tree.leaves(prepared.blueprint.shardings())):
             raise Broken("state in host memory cannot be stacked")
         return prepared

@@ -1,0 +1,523 @@
+"""Training steps whose micro-batches have different degrees of context parallelism (`train.batching = FlexSP()`).
+
+The sequences of a step are the documents (or pieces of documents) in the rows that it has without `batching`: a pure
+function of seed and step. A batch planner (`jaxscale.data.batching`) deals them to micro-batches of one degree each. At
+degree d the innermost of the mesh axes `fsdp` and `data` is divided by d, and `context` is d: the devices and their
+order are the same, and so is every shard of a parameter, gradient or state, so that nothing moves between programs.
+A row of degree d has d times the tokens of a row of degree 1; all programs have as many tokens on each device. Rows of
+degree 1 are on one device, which exchanges nothing for them.
+
+There is one program for each degree, which adds to the gradients and terms of a step, and one for the update. Terms and
+gradients add up over micro-batches with the weights of the whole step, so that the gradient is that of the step's rows.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Int64
+
+from jaxscale.data import Batch as Rows
+from jaxscale.data import Loader, to_devices
+from jaxscale.data.batching import BatchPlan, Group, SequenceCosts
+from jaxscale.errors import ConfigError, LayoutError
+from jaxscale.layout import Layout, constrain, shardings_of
+from jaxscale.layout.axes import MESH_AXES
+from jaxscale.layout.layout import PlacedLayout
+from jaxscale.models.base import ChecksDocuments, CountsFlops, CutsSequences
+from jaxscale.nn.stats import tables
+from jaxscale.optim.base import Schedule
+from jaxscale.step.algorithm import Metrics, Tree
+from jaxscale.step.backprop import Backprop, make_step, make_value, numbered
+from jaxscale.step.blueprint import abstract_inputs
+from jaxscale.step.config import TrainConfig
+from jaxscale.step.objective import Batch, NextToken, Totals
+from jaxscale.step.state import Blueprint, TrainState
+from jaxscale.step.step import batch_shardings, make_eval
+from jaxscale.step.tracking import histories, summed
+from jaxscale.step.user_metrics import with_logged
+
+EXCHANGE, LATENCY = 0.01, 7.0
+"""Without `FlexSP.costs`: the exchange of a token, and the latency of each further device of a ring, over the seconds
+of a token's linear arithmetic. About those of Llama 3 8B on one host of H100s (`experiments/layouts_per_step`)."""
+
+
+class Dealt(NamedTuple):
+    """The batch of a step.
+
+    Args:
+      weights: the objective's weights of the whole step, and its number of micro-batches.
+      micro_batches: the degree and the arrays of each micro-batch.
+    """
+
+    weights: Totals
+    micro_batches: list[tuple[int, dict[str, jax.Array]]]
+
+
+def settings_by_degree(config: TrainConfig, blueprint: Blueprint) -> dict[int, TrainConfig]:
+    """Return the settings of each degree's micro-batches: their layout, `batch_size` rows, and `seq_len` tokens.
+
+    Args:
+      config: the run's settings, with `batching`.
+      blueprint: the run's blueprint.
+
+    Raises:
+      ConfigError: `batching` does not work with another setting.
+      LayoutError: the mesh cannot be divided, or an array would move.
+    """
+    refuse(config, blueprint)
+    layout, batching = config.layout, config.batching
+    assert layout is not None and batching is not None
+    axis = "fsdp" if layout.sizes["fsdp"] > 1 else "data"
+    size = layout.sizes[axis]
+    possible = [d for d in range(1, size + 1) if size % d == 0]
+    degrees = batching.degrees
+    if degrees is None:
+        known = [d for d in possible if d.bit_count() == 1] if batching.costs is None else batching.costs.degrees
+        degrees = tuple(d for d in known if d in possible)
+    wrong = sorted(set(degrees) - set(possible))
+    if wrong or not degrees:
+        raise LayoutError(
+            f"{layout} has {axis}={size}, which groups of {wrong[0] if wrong else 'no'} devices do not divide; use "
+            f"FlexSP.degrees of {', '.join(map(str, possible))}"
+        )
+    layouts = {d: with_context(layout, axis, d) for d in sorted(set(degrees))}
+    for other in layouts.values():
+        _check_unmoved(blueprint, layout, other)
+    capacity = _capacity(config, layouts)
+    rows = layout.split("batch")
+    plain: dict[str, Any] = dict(batching=None, eval_batches=0, evaluate_on={})
+    return {
+        d: dataclasses.replace(config, layout=each, batch_size=rows // d, seq_len=d * capacity, **plain)
+        for d, each in layouts.items()
+    }
+
+
+def refuse(config: TrainConfig, blueprint: Blueprint) -> None:
+    """Check that a run's other settings work with `batching`.
+
+    Args:
+      config: the run's settings.
+      blueprint: the run's blueprint.
+
+    Raises:
+      ConfigError: a setting does not.
+      LayoutError: the layout does not.
+    """
+    layout, name = config.layout, "train.batching = FlexSP()"
+    if layout is None:
+        raise ConfigError(f"{name} divides the devices of a mesh, and train.layout is None; set Layout('fsdp=-1')")
+    for axis in ("pipeline", "expert", "context"):
+        if layout.sizes[axis] > 1:
+            raise LayoutError(
+                f"{name} divides the mesh axis fsdp or data by itself, and does not work with {axis}="
+                f"{layout.sizes[axis]}; use a mesh of data, fsdp and tensor"
+            )
+    if layout.sizes["fsdp"] == layout.sizes["data"] == 1:
+        raise LayoutError(f"{name} divides the mesh axis fsdp or data, and {layout} has neither; use such as fsdp=8")
+    objective, algorithm = type(config.objective), type(config.algorithm)
+    if objective is not NextToken:
+        raise ConfigError(f"{name} trains with NextToken(), not {objective.__name__}; leave out train.batching")
+    if algorithm is not Backprop:
+        raise ConfigError(f"{name} trains by Backprop(), not {algorithm.__name__}; leave out train.batching")
+    if not config.segments:
+        raise ConfigError(f"{name} moves documents between rows, which needs train.segments = True")
+    if config.accumulate > 1:
+        raise ConfigError(
+            f"{name} chooses the number of micro-batches itself; leave out train.accumulate = {config.accumulate}, and "
+            "set FlexSP.capacity to limit the tokens of a micro-batch"
+        )
+    if config.histograms is not None:
+        raise ConfigError(f"{name} makes no histograms of gradients; leave out train.histograms")
+    if tracked := next(iter(histories(blueprint)), None):
+        raise ConfigError(
+            f"{name} keeps no history of scales, and {tracked} has delayed scaling; use scaling by the current values"
+        )
+    if getattr(config.model, "soft_prompt", 0):
+        raise ConfigError(f"{name} moves documents between rows, and a soft prompt begins each row; use LoRA()")
+
+
+def with_context(layout: Layout, axis: str, degree: int) -> Layout:
+    """Return a layout on the same devices in the same order, with a part of a mesh axis as `context`.
+
+    What the rules for parameters, gradients and state shard over the axis is sharded over both.
+
+    Args:
+      layout: a layout whose mesh has no axes between `axis` and `tensor`.
+      axis: the mesh axis to divide.
+      degree: the size of `context`.
+    """
+    if degree == 1:
+        return layout
+    rules = layout.resolved_rules
+
+    def over(targets: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        both = {axis: (axis, "context")}
+        return {name: tuple(m for a in target for m in both.get(a, (a,))) for name, target in targets.items()}
+
+    kinds: Any = {kind: over(getattr(rules, kind)) for kind in ("params", "grads", "opt_state")}
+    sizes = layout.sizes | {axis: layout.sizes[axis] // degree, "context": degree}
+    shape, mesh = tuple(sizes.values()), layout.device_mesh
+    if isinstance(mesh, AbstractMesh):
+        placement: Any = AbstractMesh(
+            shape, MESH_AXES, axis_types=mesh.axis_types, abstract_device=mesh.abstract_device
+        )  # fmt: skip
+    else:
+        placement = Mesh(mesh.devices.reshape(shape), MESH_AXES, axis_types=mesh.axis_types)
+    text = ",".join(f"{a}={n}" for a, n in sizes.items())
+    return PlacedLayout(text, dataclasses.replace(rules, **kinds), across=layout.across, placement=placement)
+
+
+def _check_unmoved(blueprint: Blueprint, layout: Layout, other: Layout) -> None:
+    """Check that two layouts put the same shards of parameters and gradients on the same devices."""
+    if isinstance(layout.device_mesh, AbstractMesh):
+        return
+    for infos, kind in ((blueprint.infos, "params"), (blueprint.frozen, "params"), (blueprint.infos, "grads")):
+        here, there = (jax.tree.leaves(shardings_of(infos, one, kind)) for one in (layout, other))  # type: ignore[arg-type]
+        for i, a, b in zip(jax.tree.leaves(infos), here, there, strict=True):
+            if not a.is_equivalent_to(b, len(i.shape)):
+                raise LayoutError(
+                    f"train.batching = FlexSP(): {i.path} would move between devices from {layout} to {other}; use "
+                    "rules='fsdp_tensor'"
+                )
+
+
+def _capacity(config: TrainConfig, layouts: dict[int, Layout]) -> int:
+    """Return the tokens of a micro-batch on a device."""
+    batching = config.batching
+    assert batching is not None
+    unit = 1
+    for degree, layout in layouts.items():
+        with layout:
+            of_row = config.model.length_unit() if isinstance(config.model, CutsSequences) else 1
+        of_row = math.lcm(of_row, *(layout.split(a) for a in ("seq", "residual_seq", "expert_seq")))
+        unit = math.lcm(unit, of_row // math.gcd(of_row, degree))
+    largest = max(layouts)
+    least = -(-config.seq_len // (largest * unit)) * unit
+    if batching.capacity is None:
+        capacity = least if batching.costs is None else batching.costs.capacity // unit * unit
+        if capacity < least:
+            raise ConfigError(
+                f"FlexSP.costs hold {capacity} tokens on a device, and train.seq_len = {config.seq_len} on {largest} "
+                f"devices needs {least}; use a train.seq_len of at most {capacity * largest}"
+            )
+        return capacity
+    if batching.capacity < least or batching.capacity % unit:
+        nearest = max(least, round(batching.capacity / unit) * unit)
+        raise ConfigError(
+            f"FlexSP.capacity = {batching.capacity}: must be a multiple of {unit}, and at least {least}, for "
+            f"train.seq_len = {config.seq_len} on {largest} devices; the nearest that works is {nearest}"
+        )
+    return batching.capacity
+
+
+def costs_of(config: TrainConfig, capacity: int, degrees: tuple[int, ...]) -> SequenceCosts:
+    """Return the costs that a run plans with.
+
+    Rows are padded to one length, so that what is linear in tokens takes the same seconds in every micro-batch.
+
+    Args:
+      config: the run's settings, with `batching`.
+      capacity: tokens of a micro-batch on a device.
+      degrees: the degrees.
+    """
+    assert config.batching is not None
+    costs = config.batching.costs
+    if costs is None:
+        linear, quadratic = 1.0, 0.0
+        if isinstance(config.model, CountsFlops):  # a s + b s^2 at two lengths, in units of a
+            s = config.seq_len
+            once, twice = (float(config.model.flops(1, n)) for n in (s, 2 * s))
+            quadratic = max(0.0, (twice - 2 * once) / (2 * s**2) / ((4 * once - twice) / (2 * s)))
+        exchange = {d: EXCHANGE if d > 1 else 0.0 for d in degrees}
+        costs = SequenceCosts(linear, quadratic, exchange, capacity, {d: LATENCY * (d - 1) for d in degrees})
+    padded = {d: costs.of_group(d) + costs.linear * capacity for d in costs.degrees}
+    linear = 0.0 if costs.quadratic else costs.linear
+    return dataclasses.replace(costs, capacity=capacity, latency=padded, linear=linear)
+
+
+class ByDegree:
+    """The data, the step and the evaluation of a run with `batching`.
+
+    Args:
+      config: the run's settings.
+      blueprint: the run's blueprint.
+      schedule: step -> learning rate, or `None`.
+
+    Raises:
+      ConfigError: see `settings_by_degree`.
+      LayoutError: see there.
+    """
+
+    def __init__(self, config: TrainConfig, blueprint: Blueprint, schedule: Schedule | None):
+        assert config.batching is not None and config.layout is not None
+        self.config, self.blueprint, self.schedule = config, blueprint, schedule
+        self.settings = settings_by_degree(config, blueprint)
+        degrees = tuple(self.settings)
+        first = self.settings[degrees[0]]
+        self.rows = first.batch_size * degrees[0]
+        self.capacity = first.seq_len // degrees[0]
+        self.costs = costs_of(config, self.capacity, degrees)
+        self.planner = dataclasses.replace(config.batching, mixed=False, degrees=degrees)
+        self.shardings: dict[int, Any] = {
+            d: batch_shardings(one.layout, one.objective.inputs(one), one.batch_size)
+            for d, one in self.settings.items()
+        }
+        self.used: collections.Counter[int] = collections.Counter()
+        """Micro-batches of each degree that steps of this process had."""
+
+    # --- data ---------------------------------------------------------------------------------------------------------
+
+    def place(self, loader: Loader, step: int) -> Dealt:
+        """Return the batch of a step on its devices.
+
+        Args:
+          loader: the rows; each process reads all rows of a step, since a plan needs all lengths.
+          step: the step, from 0.
+        """
+        rows = loader.batch_at(step)
+        sequences = sequences_of(rows["segment_ids"])
+        plan = self.planner.plan(sequences[:, 1], self.rows, self.costs)
+        parts = []
+        for groups in plan.micro_batches:
+            degree = groups[0].degree
+            one = self.settings[degree]
+            batch = dealt(rows, sequences, groups, one.batch_size, one.seq_len)
+            if isinstance(one.model, ChecksDocuments):
+                one.model.check_documents(batch["segment_ids"])
+            parts.append((degree, to_devices([batch].__getitem__, 0, self.shardings[degree])))
+        weights = self.config.objective.weights({k: jnp.asarray(v) for k, v in rows.items()}, len(parts))
+        return Dealt(jax.device_get(weights), parts)
+
+    def plan(self, loader: Loader, step: int) -> BatchPlan:
+        """Return the plan of a step, which numbers the sequences in the order of the rows.
+
+        Args:
+          loader: the rows.
+          step: the step, from 0.
+        """
+        return self.planner.plan(sequences_of(loader.batch_at(step)["segment_ids"])[:, 1], self.rows, self.costs)
+
+    # --- programs -----------------------------------------------------------------------------------------------------
+
+    def of(self, degree: int) -> Blueprint:
+        """Return the run's blueprint on the layout of a degree.
+
+        Args:
+          degree: the degree.
+        """
+        return dataclasses.replace(self.blueprint, layout=self.settings[degree].layout)
+
+    def adding(self, degree: int) -> Callable[..., tuple[Tree, Totals]]:
+        """Return the jitted program that adds a micro-batch of one degree.
+
+        Args:
+          degree: the degree.
+
+        Returns:
+          `((gradients, terms), params, frozen, key, batch, first, weights) -> (gradients, terms)`: `key` is the data of
+          the step's random key, and `first` the number of the first row.
+        """
+        blueprint, layout = self.of(degree), self.settings[degree].layout
+        assert layout is not None
+        grad = jax.grad(make_value(blueprint, self.config.objective), has_aux=True)
+
+        def add(
+            sums: tuple[Tree, Totals],
+            params: Tree,
+            frozen: Tree,
+            key: jax.Array,
+            batch: Batch,
+            first: jax.Array,
+            weights: Totals,
+        ) -> tuple[Tree, Totals]:
+            batch = numbered(batch)
+            batch = {**batch, "rows": batch["rows"] + first}
+            grads, terms = grad(params, batch, jax.random.wrap_key_data(key), weights, frozen)
+            grads = summed(sums[0], grads)
+            laid = jax.tree.map(lambda g, i: constrain(g, *i.axes, kind="grads"), grads, blueprint.infos)
+            return laid, jax.tree.map(jnp.add, sums[1], terms)
+
+        whole, sums = layout.replicated, self._sums(layout)
+        where = (sums, *self._fixed(layout), self.shardings[degree], whole, whole)
+        return jax.jit(add, donate_argnums=0, in_shardings=where, out_shardings=sums)
+
+    def _sums(self, layout: Layout) -> tuple[Tree, Any]:
+        """Return the shardings of gradients and terms."""
+        return shardings_of(self.blueprint.infos, layout, "grads"), layout.replicated
+
+    def _fixed(self, layout: Layout) -> tuple[Tree, Tree, Any]:
+        """Return the shardings of parameters, frozen parameters and the step's key."""
+        trained, frozen = (shardings_of(infos, layout) for infos in (self.blueprint.infos, self.blueprint.frozen))
+        return trained, frozen, layout.replicated
+
+    def zeros(self) -> Callable[..., tuple[tuple[Tree, Totals], jax.Array]]:
+        """Return the jitted program that makes the sums of no micro-batch, and the data of a step's key."""
+        one = self.settings[min(self.settings)]
+        state = self.blueprint.abstract_state()
+        value = make_value(self.blueprint, one.objective)
+
+        def terms(params: Tree, batch: Batch, rng: jax.Array, frozen: Tree) -> Totals:
+            batch = numbered(batch)
+            return value(params, batch, rng, one.objective.weights(batch, 1), frozen)[1]
+
+        assert one.layout is not None
+        with one.layout:
+            shapes = jax.eval_shape(terms, state.params, abstract_inputs(one), state.rng, state.frozen)
+
+        def zeros(rng: jax.Array, step: jax.Array) -> tuple[tuple[Tree, Totals], jax.Array]:
+            grads = jax.tree.map(lambda i: jnp.zeros(i.shape, jnp.float32), self.blueprint.infos)
+            key = jax.random.key_data(jax.random.fold_in(rng, step))
+            return (grads, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)), key
+
+        layout = self.blueprint.layout
+        assert layout is not None
+        return jax.jit(zeros, out_shardings=(self._sums(layout), layout.replicated))
+
+    def _update(self) -> Callable[..., tuple[TrainState, Metrics]]:
+        """Return the jitted program that updates the parameters by the sums."""
+        objective, blueprint = self.config.objective, self.blueprint
+
+        def update(
+            state: TrainState, sums: tuple[Tree, Totals], weights: Totals, parts: jax.Array
+        ) -> tuple[TrainState, Metrics]:
+            grads, terms = sums
+
+            def of_sums(params: Tree, *rest: Tree) -> tuple[Metrics, Tree]:
+                metrics = with_logged(objective.metrics(terms | weights), terms, parts) | tables(terms)  # type: ignore[arg-type]
+                return metrics, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+
+            return make_step(of_sums, blueprint.tx, self.schedule, self.config.guards)(state, {})
+
+        assert blueprint.layout is not None
+        state, whole = blueprint.shardings(), blueprint.layout.replicated
+        where = (state, self._sums(blueprint.layout), whole, whole)
+        return jax.jit(update, donate_argnums=0, in_shardings=where, out_shardings=(state, whole))
+
+    def step(self) -> Callable[[TrainState, Dealt], tuple[TrainState, dict[str, Any]]]:
+        """Return the training step. Its programs are compiled when first used."""
+        base = self.config.layout
+        assert base is not None
+        zeros, update = self.zeros(), self._update()
+        adding = {d: self.adding(d) for d in self.settings}
+        layouts: dict[int, Any] = {d: one.layout for d, one in self.settings.items()}
+        simulated = jax.default_backend() == "cpu"  # where devices deadlock when programs pile up
+
+        def take(state: TrainState, batch: Dealt) -> tuple[TrainState, dict[str, Any]]:
+            with base:
+                sums, key = zeros(state.rng, state.step)
+            fixed: dict[int, Any] = {}
+            first = 0
+            for degree, rows in batch.micro_batches:
+                layout = layouts[degree]
+                if degree not in fixed:
+                    fixed[degree] = _seen_on((state.params, state.frozen, key), self._fixed(layout))
+                sums = _seen_on(sums, self._sums(layout))
+                with layout:
+                    sums = adding[degree](sums, *fixed[degree], rows, np.int32(first), batch.weights)
+                first += self.settings[degree].batch_size
+                self.used[degree] += 1
+                if simulated:
+                    jax.block_until_ready(sums)
+            del fixed
+            parts = len(batch.micro_batches)
+            sums = _seen_on(sums, self._sums(base))
+            with base:
+                state, metrics = update(state, sums, batch.weights, np.float32(parts))
+            degrees = [degree for degree, _ in batch.micro_batches]
+            return state, {**metrics, "micro_batches": parts, "largest_degree": max(degrees)}
+
+        return take
+
+    # --- evaluation and messages --------------------------------------------------------------------------------------
+
+    @property
+    def evaluation(self) -> TrainConfig:
+        """The run's settings on the layout of its evaluations, which is that of the largest degree."""
+        return dataclasses.replace(self.config, layout=self.settings[max(self.settings)].layout, batching=None)
+
+    def eval_of(self, batch: Any) -> Callable[..., Totals]:
+        """Return the jitted evaluation of a batch; see `make_eval`.
+
+        Args:
+          batch: the shardings of a batch on `evaluation`'s layout.
+        """
+        evaluate = make_eval(self.of(max(self.settings)), batch, self.config.objective)
+
+        def evaluated(*arguments: Any) -> Totals:
+            with self.evaluation.layout or contextlib.nullcontext():
+                return evaluate(*arguments)
+
+        return evaluated
+
+    def describe(self) -> str:
+        """Return a line about the layouts of micro-batches."""
+        each = [f"{d}: {one.batch_size} x {one.seq_len}" for d, one in self.settings.items()]
+        return f"batching: rows x tokens of a micro-batch by degree of context parallelism {', '.join(each)}"
+
+    def summary(self) -> str:
+        """Return a line about the degrees that were used."""
+        each = ", ".join(f"{self.used[d]} of degree {d}" for d in sorted(self.used))
+        count = len(self.used)
+        return f"micro-batches: {each}; {count} program{'s' * (count != 1)} for gradients compiled"
+
+
+def _seen_on(tree: Tree, shardings: Tree) -> Tree:
+    """Return arrays with other shardings that put the same shards on the same devices; nothing is copied."""
+
+    def one(sharding: Any, part: Tree) -> Tree:
+        def seen(x: jax.Array) -> jax.Array:
+            return jax.make_array_from_single_device_arrays(x.shape, sharding, [s.data for s in x.addressable_shards])
+
+        return jax.tree.map(seen, part)
+
+    return jax.tree.map(one, shardings, tree)
+
+
+def sequences_of(segment_ids: np.ndarray) -> Int64[np.ndarray, "n 2"]:
+    """Return where each document of packed rows begins in the flattened rows, and its tokens.
+
+    Args:
+      segment_ids: (B, S); 0 is padding.
+    """
+    begins = np.ones(segment_ids.shape, bool)
+    begins[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
+    starts = np.flatnonzero(begins)
+    lengths = np.diff(np.append(starts, segment_ids.size))
+    return np.stack([starts, lengths], axis=1)[segment_ids.reshape(-1)[starts] > 0]
+
+
+def dealt(
+    rows: Rows, sequences: Int64[np.ndarray, "n 2"], groups: tuple[Group, ...], batch_size: int, seq_len: int
+) -> Rows:
+    """Return the rows of a micro-batch.
+
+    Args:
+      rows: arrays by name, (B, S).
+      sequences: of the rows, from `sequences_of`.
+      groups: the groups, of one degree, each of which has a row.
+      batch_size: rows of the micro-batch.
+      seq_len: tokens of one.
+
+    Returns:
+      Arrays by name, (batch_size, seq_len); padding is zeros.
+    """
+    flat = {name: x.reshape(-1) for name, x in rows.items()}
+    out = {name: np.zeros((batch_size, seq_len), x.dtype) for name, x in flat.items()}
+    for group in groups:
+        row, at = group.first // group.degree, 0
+        for number, (start, tokens) in enumerate(sequences[list(group.sequences)].tolist(), 1):
+            for name, x in flat.items():
+                out[name][row, at : at + tokens] = x[start : start + tokens]
+            out["segment_ids"][row, at : at + tokens] = number
+            at += tokens
+    return out

@@ -182,8 +182,8 @@ def _check_unmoved(blueprint: Blueprint, layout: Layout, other: Layout) -> None:
     if isinstance(layout.device_mesh, AbstractMesh):
         return
     for infos, kind in ((blueprint.infos, "params"), (blueprint.frozen, "params"), (blueprint.infos, "grads")):
-        here, there = (jax.tree.leaves(shardings_of(infos, one, kind)) for one in (layout, other))  # type: ignore[arg-type]
-        for i, a, b in zip(jax.tree.leaves(infos), here, there, strict=True):
+        before, after = (jax.tree.leaves(shardings_of(infos, one, kind)) for one in (layout, other))  # type: ignore[arg-type]
+        for i, a, b in zip(jax.tree.leaves(infos), before, after, strict=True):
             if not a.is_equivalent_to(b, len(i.shape)):
                 raise LayoutError(
                     f"train.batching = FlexSP(): {i.path} would move between devices from {layout} to {other}; use "

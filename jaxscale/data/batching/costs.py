@@ -123,7 +123,11 @@ class SequenceCosts:
         return np.stack(rows)
 
     def of_group(self, degree: int) -> float:
-        """Return the seconds of a micro-batch that a group takes beside those of its sequences."""
+        """Return the seconds of a micro-batch that a group takes beside those of its sequences.
+
+        Args:
+          degree: devices of the group.
+        """
         return self.latency.get(degree, 0.0)
 
 

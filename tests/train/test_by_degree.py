@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 import jax
 import numpy as np
@@ -44,11 +43,9 @@ def settings(folder, **changes) -> js.TrainConfig:
     return js.TrainConfig(**{**plain, **changes})
 
 
-@pytest.fixture(scope="module", params=["bigram", pytest.param("transformer", marks=pytest.mark.long)])
-def config(request, tmp_path_factory):
-    model = MODEL if request.param == "transformer" else Bigram(vocab=256, width=16)
-    evaluated = {"eval_batches": int(request.param == "transformer")}  # which takes one more program to compile
-    return settings(tmp_path_factory.mktemp("text"), model=model, **evaluated)
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return settings(tmp_path_factory.mktemp("text"), model=Bigram(vocab=256, width=16), eval_batches=0)
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +53,19 @@ def run(config, tmp_path_factory):
     return js.fit(config, run=tmp_path_factory.mktemp("by_degree") / "run", quiet=True)
 
 
-def test_steps_and_evaluations_equal_those_of_one_device(run, config, tmp_path):
-    alone = js.fit(dataclasses.replace(config, layout=None, batching=None), run=tmp_path / "alone", quiet=True)
+def test_steps_equal_those_of_one_device(run, config, tmp_path):
+    agree_with_one_device(run, config, tmp_path)
+
+
+@pytest.mark.long
+def test_steps_and_evaluations_of_a_ring_equal_those_of_one_device(tmp_path):
+    config = settings(tmp_path / "text")
+    agree_with_one_device(js.fit(config, run=tmp_path / "run", quiet=True), config, tmp_path)
+
+
+def agree_with_one_device(run, config, folder):
+    """Check losses, parameters and evaluations against a run on one device without batching."""
+    alone = js.fit(dataclasses.replace(config, layout=None, batching=None), run=folder / "alone", quiet=True)
     assert_leaves_agree(losses(run), losses(alone))
     assert_leaves_agree(jax.tree.map(np.asarray, run.state.params), jax.tree.map(np.asarray, alone.state.params))
     if config.eval_batches:
@@ -92,22 +100,6 @@ def test_documents_are_dealt_whole_and_once(config):
             pairs.append(tokens.tolist())
     flat = rows["tokens"].reshape(-1)
     assert sorted(pairs) == sorted(flat[begin : begin + length].tolist() for begin, length in sequences)
-
-
-@pytest.mark.long
-def test_rows_of_degree_1_send_nothing(tmp_path):
-    whole = settings(tmp_path, layout=js.Layout("data=4"))  # whose weights are not gathered
-    by_degree, loader = ByDegree(whole, *check(whole)), prepare(whole).loader
-    batch = by_degree.place(loader, 0)
-    text = {}
-    for degree, rows in batch.micro_batches:
-        with by_degree.settings[degree].layout:
-            state = by_degree.blueprint.abstract_state()
-            sums, key = jax.eval_shape(by_degree.zeros(), state.rng, state.step)
-            more = (sums, state.params, state.frozen, key, rows, np.int32(0), batch.weights)
-            text[degree] = by_degree.adding(degree).lower(*more).compile().as_text()
-    sends = {d: set(re.findall(r"(?:collective-permute|all-gather|all-to-all)(?=\()", t)) for d, t in text.items()}
-    assert sends[1] == set() and "collective-permute" in sends[4]
 
 
 @pytest.mark.parametrize(

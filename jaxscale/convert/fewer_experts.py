@@ -50,8 +50,7 @@ def dropped(arrays: Arrays, axes: Axes, load: Load, experts: int) -> Arrays:
       load: how often each expert was chosen.
       experts: how many remain.
     """
-    remaining = most_chosen(load, experts)
-    return {k: np.take(x, remaining, at) if (at := _place(axes[k])) is not None else x for k, x in arrays.items()}
+    return ordered(arrays, axes, most_chosen(load, experts))
 
 
 def merged(arrays: Arrays, axes: Axes, load: Load, experts: int) -> Arrays:
@@ -201,6 +200,23 @@ def reduced(
     Raises:
       RunError: a layer has no load.
     """
+
+    def one(number: int, arrays: Arrays, axes: Axes) -> Arrays:
+        if number not in loads:
+            raise RunError(f"layer {number} has experts and no recorded load; train the run for more steps")
+        return METHODS[method](arrays, axes, loads[number], experts)
+
+    return each_layer(model, params, one)
+
+
+def each_layer(model: TransformerConfig, params: Tree, change: Callable[[int, Arrays, Axes], Arrays]) -> Tree:
+    """Return a model's parameters with every layer of experts changed.
+
+    Args:
+      model: the model's config.
+      params: its parameters, NumPy arrays.
+      change: returns a layer's arrays by name; called with the number of the layer, its arrays, and the axes of each.
+    """
     infos, first = describe_model(model)[1], 0
     runs = dict(params["runs"])
     for name, run in infos["runs"].items():
@@ -212,18 +228,26 @@ def reduced(
             own, structure = jax.tree_util.tree_flatten_with_path(blocks[key]["mlp"])
             arrays = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in own}
             axes = {k: i.axes[1:] for k, i in zip(arrays, jax.tree.leaves(info["mlp"]), strict=True)}
-            layers = []
-            for repeat in range(repeats):
-                number = first + repeat * len(blocks) + place
-                if number not in loads:
-                    raise RunError(f"layer {number} has experts and no recorded load; train the run for more steps")
-                one = {k: x[repeat] for k, x in arrays.items()}
-                layers.append(METHODS[method](one, axes, loads[number], experts))
+            layers = [
+                change(first + repeat * len(blocks) + place, {k: x[repeat] for k, x in arrays.items()}, axes)
+                for repeat in range(repeats)
+            ]
             stacked = [np.stack([layer[k] for layer in layers]) for k in arrays]
             blocks[key] = {**blocks[key], "mlp": jax.tree.unflatten(structure, stacked)}
         runs[name] = {**runs[name], "blocks": blocks}
         first += repeats * len(blocks)
     return {**params, "runs": runs}
+
+
+def ordered(arrays: Arrays, axes: Axes, order: Int[np.ndarray, " n"]) -> Arrays:
+    """Return a layer with some of its experts, or all of them in another order.
+
+    Args:
+      arrays: the layer's, by name.
+      axes: the logical axes of each.
+      order: the experts, by their numbers now.
+    """
+    return {k: np.take(x, order, at) if (at := _place(axes[k])) is not None else x for k, x in arrays.items()}
 
 
 def _place(axes: tuple[str, ...]) -> int | None:

@@ -60,18 +60,18 @@ def test_a_failed_save_fails_the_run_within_a_save_and_says_why():
 
 
 def test_a_full_disk_is_a_sentence_and_older_checkpoints_stay():
-    fit(steps=2, model=Bigram(vocab=512, width=32))  # 64 KiB an array
+    fit(steps=2, model=Bigram(vocab=512, width=256))  # 512 KiB an array
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     lines = lambda: Path("here/metrics.jsonl").read_text().count("\n")  # noqa: E731
-    # once it is compiled: the compile cache is not to be cut short with it
-    when(lambda: lines() > 2, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1])))
+    # once it is compiled: the compile cache is not to be cut short with it, nor thousands of lines of metrics
+    when(lambda: lines() > 2, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, before[1])))
     try:
         with raises_saying(CheckpointError, "could not write checkpoint", "File too large", "are unchanged: 2"):
-            fit(resume=True, steps=100_000, checkpoint_every=100, model=Bigram(vocab=512, width=32))
+            fit(resume=True, steps=100_000, checkpoint_every=100, model=Bigram(vocab=512, width=256))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert whole(js.Run("here", js.TrainConfig(**bigram()))) == [2]
-    again = fit(resume=True, steps=4, model=Bigram(vocab=512, width=32))
+    again = fit(resume=True, steps=4, model=Bigram(vocab=512, width=256))
     assert whole(again) == [2, 4]
     assert sorted(p.name for p in again.checkpoints.folder.iterdir()) == ["2", "4", "writer"]
 

@@ -85,6 +85,22 @@ def test_a_resumed_run_has_the_same_bits(run, config, tmp_path):
     assert_same_bits(js.fit(config, run=tmp_path / "run", resume=True, quiet=True).state, run.state)
 
 
+@pytest.mark.long
+def test_a_row_on_one_device_is_sent_to_no_other(tmp_path):
+    config = settings(tmp_path / "text")
+    by_degree, prepared = ByDegree(config, *check(config)), prepare(config)
+    state, (weights, parts) = prepared.blueprint.abstract_state(), by_degree.place(prepared.loader, 0)
+    sums, key = jax.eval_shape(by_degree.zeros(), state.rng, state.step)
+    permutes = {}
+    for degree, batch in dict(parts).items():
+        arguments = (sums, state.params, state.frozen, key, batch, np.int32(0), weights)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), arguments)
+        with by_degree.settings[degree].layout:
+            text = by_degree.adding(degree).lower(*shapes).compile().as_text()
+        permutes[degree] = sum(text.count(f"collective-permute{end}(") for end in ("", "-start"))
+    assert permutes[1] == 0 < permutes[4]
+
+
 def test_documents_are_dealt_whole_and_once(config):
     by_degree, loader = ByDegree(config, *check(config)), prepare(config).loader
     rows = loader.batch_at(1)

@@ -221,11 +221,26 @@ def dispatch(
     if best is fallback:
         return default(*arrays)
     # Lowered for another platform than that of the device in scope, the program runs the last implementation.
-    return lax.platform_dependent(*arrays, default=default, **{here.platform: _bind(best, here, case)})
+    kernel = _differentiated_once(op, _bind(best, here, case))
+    return lax.platform_dependent(*arrays, default=default, **{here.platform: kernel})
 
 
 def _bind(chosen: Implementation, target: Target, case: dict[str, Any]) -> Callable[..., Any]:
     return lambda *arrays: chosen.run(target, *arrays, **case)
+
+
+def _differentiated_once(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse derivatives of a kernel, of which an op's rule is the first: Pallas would fail without a word."""
+
+    @jax.custom_jvp
+    def guarded(arrays: Any) -> Any:
+        return arrays
+
+    @guarded.defjvp
+    def _refuse(primals: Any, tangents: Any) -> Any:
+        raise KernelError(f"{op}: a kernel has no second derivative; set implementation='xla', which has one")
+
+    return lambda *arrays: kernel(*guarded(arrays))
 
 
 def _best(op: str, implementations: Sequence[Implementation], target: Target, case: dict[str, Any]) -> Implementation:
@@ -265,7 +280,8 @@ def _run_named(
     if why is not None:
         raise KernelError(f"{op}: implementation='{name}' is not supported here: {why}")
     _record(op, target, one, (), case)
-    return one.run(target, *arrays, **case)
+    run = _bind(one, target, case)
+    return (_differentiated_once(op, run) if one.platforms else run)(*arrays)
 
 
 def _why_not(op: str, one: Implementation, target: Target, case: dict[str, Any]) -> str | None:

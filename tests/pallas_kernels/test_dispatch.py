@@ -12,8 +12,10 @@ from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation, KernelError, Target
+from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.flash_attention.gpu_walk import Walk
 from pallas_kernels.flash_attention.masks import Visits
+from pallas_kernels.softmax import logsumexp
 
 
 def _nowhere(target: Target, **case) -> str | None:
@@ -191,3 +193,19 @@ def test_persistent_kernels_take_the_multiprocessors_of_the_device():
     assert Walk.of(h20, 1, 1, 1, Visits(one[..., None], one, one), 1).blocks == 78
     with dispatch.on_device("NVIDIA H200"):
         assert dispatch.device().cores == 132
+
+
+@pytest.mark.parametrize(
+    "op", [lambda x, i: logsumexp(x, implementation=i), lambda x, i: flash_attention(x, x, x, implementation=i)],
+    ids=["logsumexp", "flash_attention"],
+)  # fmt: skip
+def test_a_second_derivative_of_a_kernel_is_refused_and_the_advice_gives_it(op):
+    x = jax.random.normal(jax.random.key(0), (1, 8, 1, 8), jnp.float32)
+
+    def second(implementation):
+        first = jax.grad(lambda x: jnp.sum(op(x, implementation) ** 2))
+        return jax.grad(lambda x: jnp.sum(first(x) ** 2))
+
+    with dispatch.interpreted(), pytest.raises(KernelError, match="no second derivative; set implementation='xla'"):
+        jax.eval_shape(second("mosaic_tpu"), x)
+    assert np.isfinite(second("xla")(x)).all()

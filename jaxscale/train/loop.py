@@ -16,6 +16,7 @@ from jaxscale.data import Batch
 from jaxscale.errors import CheckpointError, RunError
 from jaxscale.interrupts import STOPS
 from jaxscale.nn.stats import TABLES
+from jaxscale.step.by_degree import Dealt
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.guards import RollBack, Watched
 from jaxscale.step.histograms import HISTOGRAMS
@@ -335,7 +336,7 @@ class Loop:
 
     def _take(self, state: TrainState, done: int) -> tuple[TrainState, dict[str, jax.Array]]:
         self._phase(done + 1, "data")
-        batch = self.prepared.place_step(done)
+        batch = self._place(done)
         self._phase(done + 1, "step", disk=self.profile is not None)  # a profile is written at its end
         return self.step(state, batch)
 
@@ -391,6 +392,9 @@ class Loop:
         objective = self.config.objective
         metrics = objective.metrics(totals)
         return {f"eval_{name}{corpus}": float(metrics[name]) for name in objective.evaluated}
+
+    def _place(self, step: int) -> dict[str, jax.Array] | Dealt:
+        return self.prepared.place_step(step)
 
     def _save(self, state: TrainState) -> None:
         for watch in self.watches:

@@ -18,7 +18,6 @@ from jaxscale.commands import serve
 from jaxscale.commands.launch import _Signals
 from jaxscale.errors import ConfigError, DataError, LayoutError, RunError
 from jaxscale.nn import dot_product_attention
-from jaxscale.step.prepare import Prepared
 from jaxscale.train.signals import stop_signals
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
@@ -183,7 +182,7 @@ def test_a_second_interrupt_acts_at_once(monkeypatch):
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(Prepared, "place_step", impatient)
+    monkeypatch.setattr("jaxscale.train.loop.Loop._place", impatient)
     with pytest.raises(KeyboardInterrupt):
         fit(run="here")
     assert js.Run("here").info["status"] == "failed"
@@ -225,7 +224,7 @@ def test_a_run_that_fails_says_so_in_its_folder(monkeypatch):
     def broken(self, step):
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(Prepared, "place_step", broken)
+    monkeypatch.setattr("jaxscale.train.loop.Loop._place", broken)
     with pytest.raises(OSError, match="the disk is gone"):
         fit(run="here")
     info = js.Run("here").info
@@ -234,7 +233,7 @@ def test_a_run_that_fails_says_so_in_its_folder(monkeypatch):
 
 def test_a_run_that_fails_keeps_the_checkpoint_it_was_writing(monkeypatch):
     place = js.train.loop.Loop._place
-    monkeypatch.setattr(Prepared, "place_step", lambda self, n: place(self, n) if n < 2 else 1 / 0)
+    monkeypatch.setattr("jaxscale.train.loop.Loop._place", lambda self, n: place(self, n) if n < 2 else 1 / 0)
     with pytest.raises(ZeroDivisionError):
         fit(run="here", checkpoint_every=2)
     assert (js.Run("here").info["step"], js.Run("here", js.TrainConfig(**bigram())).last_step()) == (2, 2)

@@ -18,7 +18,6 @@ from flax import nnx
 
 import jaxscale as js
 from jaxscale.nn import Embedding, head_logits
-from jaxscale.step.prepare import Prepared
 from jaxscale.train.checkpoints import flatten
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,14 +161,14 @@ def assert_same_bits(got: Any, want: Any) -> None:
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGTERM) -> None:
     """Make a run send itself a signal while it takes this step."""
-    place = Prepared.place_step
+    place = js.train.loop.Loop._place
 
     def placed(self: Any, done: int) -> Any:
         if done + 1 == step:
             signal.raise_signal(number)
         return place(self, done)
 
-    monkeypatch.setattr(Prepared, "place_step", placed)
+    monkeypatch.setattr("jaxscale.train.loop.Loop._place", placed)
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -35,8 +35,9 @@ from jaxscale.parallel import why_no_gathers
 from jaxscale.step.algorithm import Step, Tree
 from jaxscale.step.backprop import numbered
 from jaxscale.step.blueprint import abstract_inputs, blueprint_of, shapes_of
-from jaxscale.step.by_degree import ByDegree, Dealt, settings_by_degree
+from jaxscale.step.by_degree import ByDegree, Dealt
 from jaxscale.step.config import TrainConfig
+from jaxscale.step.degrees import settings_by_degree
 from jaxscale.step.effects import without_effect
 from jaxscale.step.histograms import with_histograms
 from jaxscale.step.number_types import check_number_types

@@ -37,6 +37,19 @@ TARGET = 0.75
 """The least share of a matrix product's rate."""
 
 
+def sizes_of(m: int, groups: int, skewed: bool) -> np.ndarray:
+    """Return the rows of each group, int32.
+
+    Args:
+      m: rows of all groups.
+      groups: number of groups.
+      skewed: whether a few groups have most rows.
+    """
+    random = np.random.default_rng(0)
+    shares = random.dirichlet(np.full(groups, 0.3)) if skewed else np.full(groups, 1 / groups)
+    return random.multinomial(m, shares).astype(np.int32)
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A row of the table.
@@ -58,12 +71,6 @@ class Case:
     k: int
     n: int
     skewed: bool
-
-    def sizes(self) -> np.ndarray:
-        """Return the rows of each group, int32."""
-        random = np.random.default_rng(0)
-        shares = random.dirichlet(np.full(self.groups, 0.3)) if self.skewed else np.full(self.groups, 1 / self.groups)
-        return random.multinomial(self.m, shares).astype(np.int32)
 
 
 def cases(small: bool) -> Iterator[Case]:
@@ -114,7 +121,7 @@ def measure_row(dtype: Any, rounds: int, device: str, case: Case) -> tuple[dict[
     left = jax.random.normal(keys[0], (case.m, case.n if case.product == "input gradient" else case.k), dtype)
     shape = (case.m, case.n) if gradient else (case.groups, case.k, case.n)
     right = jax.random.normal(keys[1], shape, dtype)
-    sizes = jnp.asarray(case.sizes())
+    sizes = jnp.asarray(sizes_of(case.m, case.groups, case.skewed))
     forget()
     makers: dict[str, Callable[[], rivals.Call]] = {
         "ours": lambda: functools.partial(ours(case), left, right, sizes),

@@ -22,9 +22,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import measure
-import numpy as np
 import record
 import rivals
+from grouped_matmul import sizes_of
 
 from pallas_kernels import chosen, forget
 from pallas_kernels.grouped_matmul import grouped_matmul
@@ -59,12 +59,6 @@ class Case:
     n: int
     skewed: bool
 
-    def sizes(self) -> np.ndarray:
-        """Return the rows of each group, int32."""
-        random = np.random.default_rng(0)
-        shares = random.dirichlet(np.full(self.groups, 0.3)) if self.skewed else np.full(self.groups, 1 / self.groups)
-        return random.multinomial(self.m, shares).astype(np.int32)
-
 
 def cases(small: bool) -> Iterator[Case]:
     """Yield every row, those with even groups first; small ones for a CPU."""
@@ -90,7 +84,7 @@ def weight(case: Case) -> Packed:
 
 def measure_row(dtype: Any, rounds: int, case: Case) -> tuple[dict[str, Any], list[record.Line]]:
     """Measure a row: milliseconds, `grouped_matmul`'s time over ours, and the implementation that ran."""
-    stored, sizes = weight(case), jnp.asarray(case.sizes())
+    stored, sizes = weight(case), jnp.asarray(sizes_of(case.m, case.groups, case.skewed))
     whole = jax.jit(lambda w: jax.lax.map(lambda one: dense(one).astype(dtype), w))(stored)
     rows = jax.random.normal(jax.random.key(1), (case.m, case.k), dtype)
     forget()

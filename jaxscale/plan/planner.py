@@ -422,6 +422,8 @@ def _notes(config: TrainConfig, target: Topology, step: StepTime) -> tuple[str, 
     layout, blueprint = _layout(config), blueprint_of(config)[0]
     across = sum(t.exposed for t in step.traffic if "replica" in t.axes)
     notes = [*wire_notes(blueprint), *simulated_notes(blueprint, step.total - across)]
+    if config.batching is not None:
+        notes.append(f"train.batching is not planned: this is a step whose rows are all on {layout}")
     if layout.devices < target.devices:
         notes.append(f"the mesh {layout.mesh} uses {layout.devices} of the {target.devices} devices")
     if target.chip.efficiency:

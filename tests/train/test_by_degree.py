@@ -118,6 +118,11 @@ def test_documents_are_dealt_whole_and_once(config):
     assert sorted(pairs) == sorted(flat[begin : begin + length].tolist() for begin, length in sequences)
 
 
+def test_a_plan_says_that_it_is_of_one_layout(tmp_path):
+    plan = js.plan.plan_for(settings(tmp_path), "h100:4", compile="never")
+    assert any("train.batching is not planned: this is a step whose rows are all on fsdp=4" in n for n in plan.notes)
+
+
 @pytest.mark.parametrize(
     "changes, error, message",
     [

@@ -86,6 +86,7 @@ def test_parameters_and_moments_are_the_small_runs_in_this_order(small, tmp_path
     assert have["step"] == 4 and deep.info["grown"]["id"] == small.info["id"] and deep.info["status"] == "grown"
 
 
+@pytest.mark.long
 def test_a_grown_run_continues_with_the_data_that_follow(small, tmp_path):
     grow(small, tmp_path / "deep", layers=4, method="identity")
     deep = js.fit(run=tmp_path / "deep", resume=True, steps=6, quiet=True)

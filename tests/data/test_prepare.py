@@ -21,6 +21,7 @@ from jaxscale.data.duplicates import SeenTexts
 from jaxscale.data.journal import NAME
 from jaxscale.data.progress import Meter
 from jaxscale.errors import DataError
+from tests.truth.long import short
 
 BYTES = data.ByteTokenizer()
 TEXTS = [f"text {i * 37 % 50}: " + chr(97 + i % 26) * (i % 40) for i in range(120)]
@@ -163,7 +164,7 @@ def test_a_killed_process_that_tokenizes_is_named_and_the_next_call_goes_on(corp
     assert content(data.prepare(tmp_path / "out", corpus, BYTES).folder) == want
 
 
-@pytest.mark.parametrize("file", ["tokens.bin", "documents.bin", "hashes.bin", NAME])
+@pytest.mark.parametrize("file", short(1, [NAME, "tokens.bin", "documents.bin", "hashes.bin"]))
 def test_damage_to_what_is_unfinished_is_made_again(corpus, tmp_path, file):
     want = content(data.prepare(tmp_path / "whole", corpus, BYTES).folder)
     (tmp_path / "b.jsonl").rename(tmp_path / "b.good")
@@ -226,6 +227,7 @@ class Own(data.ByteTokenizer):
         raise TypeError("it has a socket")
 
 
+@pytest.mark.long
 def test_one_process_tokenizes_for_a_tokenizer_that_cannot_be_sent(corpus, tmp_path, caplog):
     want = content(data.prepare(tmp_path / "whole", corpus, BYTES).folder)
     assert content(data.prepare(tmp_path / "out", corpus, Own(), processes=2).folder) == want

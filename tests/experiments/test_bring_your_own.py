@@ -61,6 +61,7 @@ def test_names_are_inferred_for_a_module_that_has_none():
     assert {linen["Dense_1/kernel"], linen["Dense_2/kernel"]} == {("embed", "mlp"), ("mlp", "embed")}
 
 
+@pytest.mark.long
 def test_a_linen_module_trains_to_the_numbers_of_one_device(tmp_path):
     runs = [
         js.fit(model=FromLinen(width=16), layout=layout, run=tmp_path / name, **SETTINGS)

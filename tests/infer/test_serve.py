@@ -278,7 +278,7 @@ def test_the_command_serves_and_ends_what_runs_when_told_to_stop(stored, tmp_pat
     assert "POST" not in err or json.dumps("def ") not in err
 
 
-@pytest.mark.parametrize("way", ["draft", "layers"])
+@pytest.mark.parametrize("way", ["draft", pytest.param("layers", marks=pytest.mark.long)])
 def test_a_server_with_a_draft_or_streamed_layers_says_the_same(client, stored, served, way):
     texts = [complete(client, p, max_tokens=n).choices[0].text for p, n in (("def ", 8), ("a", 5))]
     more = {"draft": dict(draft=stored, draft_tokens=2), "layers": dict(stream_layers="host")}[way]

@@ -82,6 +82,7 @@ def test_the_likeliest_tokens_are_those_of_the_resident_model(streamed, resident
     assert results == resident
 
 
+@pytest.mark.long
 def test_scored_prompts_are_those_of_the_resident_model(model, arrays):
     graphdef, infos, params = model
     streaming = Engine(Streamed(graphdef, Layers(infos, OnHost(arrays)), cache=Paged(8), **SIZES))

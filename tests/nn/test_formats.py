@@ -156,6 +156,7 @@ def test_a_table_of_a_matrix_is_a_fixed_point_of_k_means():
         np.testing.assert_array_equal(np.abs(x[layer][..., None] - table[layer]).argmin(-1), codes[layer])
 
 
+@pytest.mark.long
 def test_a_layer_of_a_stack_is_encoded_as_alone():
     for name in ("int3", "uint4", "nvfp4", "nf4_double", "kmeans3"):
         made = dataclasses.replace(FORMATS[name][0], group=FORMATS[name][0].group and 16)

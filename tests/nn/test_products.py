@@ -191,6 +191,7 @@ def test_overlapped_layers_of_several_numbers_each_have_their_own():
 SLOTS = Capacity(8, 8)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "recipe, capacity",
     short(

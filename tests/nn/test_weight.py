@@ -173,6 +173,7 @@ def tuned(base, tmp_path_factory):
     return js.fit(run=tmp_path_factory.mktemp("tuned") / "run", steps=4, quiet=True, **_settings(base, None))
 
 
+@pytest.mark.long
 def test_adapters_over_them_train_on_a_mesh_as_on_one_device_and_go_on_upon_another(base, tuned, tmp_path):
     js.fit(run=tmp_path / "run", steps=4, until=2, quiet=True, **_settings(base, js.Layout(THREE)))
     run = js.fit(run=tmp_path / "run", resume=True, quiet=True, layout=js.Layout("fsdp=4,tensor=2"))

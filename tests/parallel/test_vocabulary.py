@@ -155,6 +155,7 @@ def test_a_frozen_model_has_no_gradient_and_the_other_the_same():
     assert_leaves_agree((dx, dw), loss((True, True))[:2])
 
 
+@pytest.mark.long
 def test_temporaries_are_below_five_hundredths_of_the_logits(monkeypatch):
     monkeypatch.undo()
     n, vocab, width = 8192, 256_000, 2048

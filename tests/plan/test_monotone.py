@@ -144,6 +144,7 @@ COMPILED = (13.36, 13.89, 14.40, 14.92)
 """GiB that the compiled step takes with 15 to 18 layers (jax 0.12.0.1, libtpu 0.0.50.1)."""
 
 
+@pytest.mark.long
 def test_eight_billion_parameters_grow_with_every_layer_as_the_compiled_step_does():
     """17 layers were predicted to take more than 18: a table's gradient missed a gap by 31 MiB, and then it did not."""
     sizes = [estimate(_llama(n), "v5e:2x4").device for n in range(2, 25)]

@@ -77,6 +77,7 @@ def test_what_is_found_is_the_best_of_all(every, share):
     assert [(f.step.total, f.bytes) for f in result.front] == front
 
 
+@pytest.mark.long
 def test_what_cannot_be_the_fastest_is_not_worked_out(every):
     result = search(CONFIG, devices_of(2**40, 2), space=SMALL, compile="never", within=1)
     assert result.winner.step.total == every[0][0] and result.worked_out < result.considered == len(every)

@@ -185,6 +185,7 @@ def test_the_planner_counts_what_only_some_steps_send_as_often_as_it_is_sent(alg
     assert all(c.share == 1 for c in sent if "average_copies" not in c.name)
 
 
+@pytest.mark.long
 def test_a_run_keeps_every_replica_and_goes_on_on_another_mesh(tmp_path):
     layout = Layout("replica=2,data=2")
     settings = dict(layout=layout, guards=(FiniteGuard(), FingerprintGuard(every=1)), eval_batches=1)

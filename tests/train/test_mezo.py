@@ -205,6 +205,7 @@ def test_a_resumed_run_has_the_same_bits_and_a_refused_step_is_recorded(tmp_path
         np.testing.assert_allclose(got, want, atol=1e-6)
 
 
+@pytest.mark.long
 def test_adapters_alone_are_perturbed(tmp_path):
     base = js.fit(config(algorithm=js.step.Backprop(), steps=1, lr=1e-2), run=tmp_path / "base", quiet=True)
     start = js.train.FromRun(str(base.path))

@@ -42,7 +42,8 @@ def parts(adapters=ADAPTERS):
     return graphdef, infos, layers, whole, frozen, trained
 
 
-@pytest.mark.parametrize("served", [0, pytest.param(-1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("served", [0, -1])
 def test_a_run_served_in_one_format_is_lora_beside_weights_stored_in_it(served):
     graphdef, infos, layers, whole, frozen, trained = parts(dataclasses.replace(ADAPTERS, served=served))
     lora = LoRA(rank=2, alpha=16.0, base=FORMATS[served]).adapt(graphdef, infos)
@@ -63,6 +64,7 @@ def test_formats_that_are_named_by_text_have_the_group_that_a_binding_sets():
     assert rounded.format == adapters.formats[0] and BitAdapters().formats == ("int2", "int3", "int4")
 
 
+@pytest.mark.long
 def test_each_layer_has_the_format_that_is_chosen_for_it_and_only_its_adapter_a_gradient():
     graphdef, _, layers, _, frozen, trained = parts()
     frozen = layers.chosen(frozen, jnp.asarray([1, 0, 1]))

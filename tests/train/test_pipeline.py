@@ -89,6 +89,7 @@ def test_layers_that_do_not_divide_and_unlike_runs_give_the_same_numbers(pipelin
     assert_layouts_agree(model, [Layout("pipeline=2,fsdp=2", pipeline=pipeline)], batch=BATCH)
 
 
+@pytest.mark.long
 def test_attention_from_latents_gives_the_same_numbers_with_weight_gradients_apart():
     layer = MultiHeadLatent(kv_rank=8, q_rank=8, plain_dim=4, rotary_dim=4, value_dim=4)
     model = dataclasses.replace(MODEL, depth=2, kv_heads=None, head_dim=None, attention_layer=layer)
@@ -102,6 +103,7 @@ def test_a_reversible_stack_gives_the_same_numbers():
     assert_layouts_agree(model, [layout], batch=BATCH, tolerance=3e-5)
 
 
+@pytest.mark.long
 def test_layers_that_report_give_the_same_numbers_with_weight_gradients_apart():
     experts = MixtureOfExperts(experts=4, shared=1, balance_loss=0.1)
     layout = Layout("pipeline=2", pipeline="lockstep-zb:1")  # one, since what they add is of each micro-batch

@@ -144,7 +144,7 @@ def test_parts_add_up_and_the_value_is_linear(objective):
     check_objective(config, batch_of())
 
 
-@pytest.mark.parametrize("objective", [DPO(0.3, cached=True), ORPO(0.6), KTO(0.3, cached=True)], ids=str)
+@pytest.mark.parametrize("objective", short(2, [KTO(0.3, cached=True), ORPO(0.6), DPO(0.3, cached=True)]), ids=str)
 def test_training_gives_the_same_numbers_on_every_layout(objective):
     cached = np.random.default_rng(3).normal(size=(ROWS, SEQ)).astype(np.float32)
     used = {k: x for k, x in batch_of().items() if k not in ("rows", "desirable")} | {CACHED: cached}

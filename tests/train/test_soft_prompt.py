@@ -24,6 +24,7 @@ SETTINGS = dict(
 )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_prompt_trains_alone_resumes_and_generates_and_a_second_one_is_refused(tmp_path):
     base = js.fit(model=MODEL, run=tmp_path / "base", steps=2, **SETTINGS)
     own = dict(start=FromRun(str(base.path)), adapters=SoftPrompt(3), lr=0.1)

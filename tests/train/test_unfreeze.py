@@ -43,6 +43,7 @@ def chosen(path):
     return "norm" in path or path.startswith("head")
 
 
+@pytest.mark.long
 def test_steps_are_those_of_optax_with_the_others_masked(base, tmp_path):
     run = js.fit(config_of(base, steps=2, optimizer=optax.adam(1e-2), clip_norm=None), run=tmp_path / "run", quiet=True)
     blueprint, _ = blueprint_of(base.config)

@@ -27,6 +27,8 @@ from jaxscale.layout import Layout
 from jaxscale.nn import RingAttention
 from jaxscale.plan.sequence_costs import sequence_costs
 from jaxscale.step import TrainConfig
+from jaxscale.step.by_group import plan_of, rows_of
+from jaxscale.step.degrees import padded
 
 HERE = Path(__file__).parent
 HARDWARE, DEGREES = "h100:8x8", (1, 2, 4, 8, 16, 32, 64)
@@ -136,7 +138,44 @@ def row_of(corpus: str, devices: int, costs: SequenceCosts) -> dict[str, Any]:
             plan.check(batch, costs, offload=name == "HDP, offload")
         row[name] = sum(p.seconds for p in plans)
         row[f"{name}: tokens in rings"] = _in_rings(plans, lengths)
+    return row | trained(lengths, devices, costs, degree)
+
+
+def trained(lengths: list[Int64[np.ndarray, " n"]], devices: int, costs: SequenceCosts, degree: int) -> dict[str, Any]:
+    """Return the seconds of a run whose rows are padded to one length, as `train.batching` does, by method.
+
+    Args:
+      lengths: tokens of each step's sequences.
+      devices: number of devices.
+      costs: the costs.
+      degree: the static degree.
+
+    Returns:
+      also, by method, the tokens of a row on a device, of those tried the fastest.
+    """
+    longest = max(int(batch.max()) for batch in lengths)
+    least, capacities = -(-longest // devices), [costs.capacity]
+    while capacities[-1] // 2 >= least:
+        capacities.append(capacities[-1] // 2)
+    whole = dataclasses.replace(
+        costs, linear=0.0, latency={degree: costs.of_group(degree) + costs.linear * longest / degree}
+    )
+    row = {"static, padded": sum(Static(degree, longest).plan(b, devices, whole).seconds for b in lengths)}
+    for name, method in (("FlexSP, padded", _flexsp), ("HDP, padded", _hdp)):
+        runs = {c: sum(method(b, devices, dataclasses.replace(costs, capacity=c)) for b in lengths) for c in capacities}
+        row[f"{name}: tokens of a row on a device"] = min(runs, key=lambda c, runs=runs: runs[c])
+        row[name] = min(runs.values())
     return row
+
+
+def _flexsp(lengths: Int64[np.ndarray, " n"], devices: int, costs: SequenceCosts) -> float:
+    return FlexSP(mixed=False).plan(lengths, devices, padded(costs, costs.capacity)).seconds
+
+
+def _hdp(lengths: Int64[np.ndarray, " n"], devices: int, costs: SequenceCosts) -> float:
+    planner = HDP()
+    rows = rows_of(lengths, planner, devices, -(-costs.capacity // planner.shapes), costs)
+    return plan_of(rows, lengths, devices, costs).seconds
 
 
 def _in_rings(plans: list[BatchPlan], lengths: list[Int64[np.ndarray, " n"]]) -> float:

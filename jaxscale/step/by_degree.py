@@ -26,7 +26,7 @@ from jaxtyping import Int64
 
 from jaxscale.data import Batch as Rows
 from jaxscale.data import Loader, to_devices
-from jaxscale.data.batching import BatchPlan, Group
+from jaxscale.data.batching import BatchPlan, FlexSP, Group
 from jaxscale.layout import Layout, constrain, shardings_of
 from jaxscale.models.base import ChecksDocuments
 from jaxscale.nn.stats import tables
@@ -35,7 +35,7 @@ from jaxscale.step.algorithm import Metrics, Tree
 from jaxscale.step.backprop import make_step, make_value, numbered
 from jaxscale.step.blueprint import abstract_inputs
 from jaxscale.step.config import TrainConfig
-from jaxscale.step.degrees import costs_of, settings_by_degree
+from jaxscale.step.degrees import costs_of, padded, settings_by_degree
 from jaxscale.step.objective import Batch, Totals
 from jaxscale.step.state import Blueprint, TrainState
 from jaxscale.step.step import batch_shardings, make_eval
@@ -48,11 +48,11 @@ class Dealt(NamedTuple):
 
     Args:
       weights: the objective's weights of the whole step, and its number of micro-batches.
-      micro_batches: the degree and the arrays of each micro-batch.
+      micro_batches: the degree (of `jaxscale.step.by_group` the row) and the arrays of each micro-batch.
     """
 
     weights: Totals
-    micro_batches: list[tuple[int, dict[str, jax.Array]]]
+    micro_batches: list[tuple[Any, dict[str, jax.Array]]]
 
 
 class ByDegree:
@@ -76,8 +76,9 @@ class ByDegree:
         first = self.settings[degrees[0]]
         self.rows = first.batch_size * degrees[0]
         self.capacity = first.seq_len // degrees[0]
-        self.costs = costs_of(config, self.capacity, degrees)
-        self.planner = dataclasses.replace(config.batching, mixed=False, degrees=degrees)
+        self.costs = padded(costs_of(config, self.capacity, degrees), self.capacity)
+        planner = dataclasses.replace(config.batching, degrees=degrees)
+        self.planner = dataclasses.replace(planner, mixed=False) if isinstance(planner, FlexSP) else planner
         self.shardings: dict[int, Any] = {
             d: batch_shardings(one.layout, one.objective.inputs(one), one.batch_size)
             for d, one in self.settings.items()
@@ -170,8 +171,8 @@ class ByDegree:
         trained, frozen = (shardings_of(infos, layout) for infos in (self.blueprint.infos, self.blueprint.frozen))
         return trained, frozen, layout.replicated
 
-    def zeros(self) -> Callable[..., tuple[tuple[Tree, Totals], jax.Array]]:
-        """Return the jitted program that makes the sums of no micro-batch, and the data of a step's key."""
+    def zero_sums(self) -> Callable[..., tuple[tuple[Tree, Totals], jax.Array]]:
+        """Return the function of the state's `rng` and `step` that makes sums of no micro-batch, and the step's key."""
         one = self.settings[min(self.settings)]
         state = self.blueprint.abstract_state()
         value = make_value(self.blueprint, one.objective)
@@ -189,28 +190,21 @@ class ByDegree:
             key = jax.random.key_data(jax.random.fold_in(rng, step))
             return (grads, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)), key
 
+        return zeros
+
+    def zeros(self) -> Callable[..., tuple[tuple[Tree, Totals], jax.Array]]:
+        """Return the jitted program that makes the sums of no micro-batch, and the data of a step's key."""
         layout = self.blueprint.layout
         assert layout is not None
-        return jax.jit(zeros, out_shardings=(self._sums(layout), layout.replicated))
+        return jax.jit(self.zero_sums(), out_shardings=(self._sums(layout), layout.replicated))
 
     def _update(self) -> Callable[..., tuple[TrainState, Metrics]]:
         """Return the jitted program that updates the parameters by the sums."""
-        objective, blueprint = self.config.objective, self.blueprint
-
-        def update(
-            state: TrainState, sums: tuple[Tree, Totals], weights: Totals, parts: jax.Array
-        ) -> tuple[TrainState, Metrics]:
-            grads, terms = sums
-
-            def of_sums(params: Tree, *rest: Tree) -> tuple[Metrics, Tree]:
-                metrics = with_logged(objective.metrics(terms | weights), terms, parts) | tables(terms)  # type: ignore[arg-type]
-                return metrics, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-
-            return make_step(of_sums, blueprint.tx, self.schedule, self.config.guards)(state, {})
-
+        blueprint = self.blueprint
         assert blueprint.layout is not None
         state, whole = blueprint.shardings(), blueprint.layout.replicated
         where = (state, self._sums(blueprint.layout), whole, whole)
+        update = updated(blueprint, self.config, self.schedule)
         return jax.jit(update, donate_argnums=0, in_shardings=where, out_shardings=(state, whole))
 
     def step(self) -> Callable[[TrainState, Dealt], tuple[TrainState, dict[str, Any]]]:
@@ -279,6 +273,32 @@ class ByDegree:
         each = ", ".join(f"{self.used[d]} of degree {d}" for d in sorted(self.used))
         count = len(self.used)
         return f"micro-batches: {each}; {count} program{'s' * (count != 1)} for gradients compiled"
+
+
+def updated(
+    blueprint: Blueprint, config: TrainConfig, schedule: Schedule | None
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    """Return the function of a state, sums, weights and the number of micro-batches that makes the next state.
+
+    Args:
+      blueprint: the run's blueprint.
+      config: the run's settings.
+      schedule: step -> learning rate, or `None`.
+    """
+    objective = config.objective
+
+    def update(
+        state: TrainState, sums: tuple[Tree, Totals], weights: Totals, parts: jax.Array
+    ) -> tuple[TrainState, Metrics]:
+        grads, terms = sums
+
+        def of_sums(params: Tree, *rest: Tree) -> tuple[Metrics, Tree]:
+            metrics = with_logged(objective.metrics(terms | weights), terms, parts) | tables(terms)  # type: ignore[arg-type]
+            return metrics, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+
+        return make_step(of_sums, blueprint.tx, schedule, config.guards)(state, {})
+
+    return update
 
 
 def _seen_on(tree: Tree, shardings: Tree) -> Tree:

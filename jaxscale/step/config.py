@@ -12,7 +12,7 @@ import optax
 
 from jaxscale.config import meant, register
 from jaxscale.data import ByteTokenizer, Corpus, Tokenizer, as_corpus, python_stdlib
-from jaxscale.data.batching import FlexSP
+from jaxscale.data.batching import HDP, FlexSP
 from jaxscale.data.packing import PACKINGS
 from jaxscale.errors import ConfigError, DataError, near
 from jaxscale.layout import Layout
@@ -60,8 +60,9 @@ class TrainConfig:
       schedule: learning-rate schedule, such as `WarmupCosine()`; its peak is `lr`.
       clip_norm: the largest global norm (float32) of gradients, which are scaled down to it; `None` does not clip.
       accumulate: micro-batches in a step; changes memory, not the gradient.
-      batching: `FlexSP()` cuts the sequence over more devices in micro-batches of longer documents (see
-        `jaxscale.step.by_degree`); `None` has one layout for all.
+      batching: cuts longer documents over more devices: `FlexSP()` by micro-batches of one degree (see
+        `jaxscale.step.by_degree`), `HDP()` by rows on groups of devices of their own (see `jaxscale.step.by_group`);
+        `None` has one layout for all.
       algorithm: what owns the state and takes steps: `Backprop()`, `MeZO()`, `WeightEMA()`, `LocalSteps()`, `DiLoCo()`,
         or your own `Algorithm`.
       objective: what training minimises: `NextToken()`, whose `loss` and `z_loss` define the loss of each token, or
@@ -109,7 +110,7 @@ class TrainConfig:
     schedule: LRSchedule = WarmupCosine()
     clip_norm: float | None = 1.0
     accumulate: int = 1
-    batching: FlexSP | None = None
+    batching: FlexSP | HDP | None = None
     algorithm: Algorithm = Backprop()
     objective: Objective = NextToken()
     balance_rate: float = 1e-3
@@ -146,9 +147,9 @@ class TrainConfig:
                 check_method(f"train.{name}", value, method, positional, named)
         if not isinstance(self.layout, Layout | None):
             raise ConfigError(f"train.layout must be a layout such as Layout('data=8'), or None, not {self.layout!r}")
-        if not isinstance(self.batching, FlexSP | None):
+        if not isinstance(self.batching, FlexSP | HDP | None):
             raise ConfigError(
-                "train.batching must be FlexSP(), the batch planner that trains, or None, not "
+                "train.batching must be FlexSP() or HDP(), the batch planners that train, or None, not "
                 f"{_called(self.batching)}; for one degree in all steps, leave it None and give the mesh that size of "
                 "'context'"
             )

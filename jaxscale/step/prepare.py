@@ -36,6 +36,7 @@ from jaxscale.step.algorithm import Step, Tree
 from jaxscale.step.backprop import numbered
 from jaxscale.step.blueprint import abstract_inputs, blueprint_of, shapes_of
 from jaxscale.step.by_degree import ByDegree, Dealt
+from jaxscale.step.by_group import batched
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.degrees import settings_by_degree
 from jaxscale.step.effects import without_effect
@@ -176,7 +177,7 @@ def prepare(config: TrainConfig) -> Prepared:
             )
     blueprint, schedule = check(config)
     inputs = config.objective.inputs(config)
-    by_degree = None if config.batching is None else ByDegree(config, blueprint, schedule)
+    by_degree = batched(config, blueprint, schedule)
     layout = config.layout if by_degree is None else by_degree.evaluation.layout
     shardings = batch_shardings(layout, inputs, config.batch_size)
     source = _open(config.data, "train", config)
@@ -338,7 +339,9 @@ def _check_by_degree(config: TrainConfig, blueprint: Blueprint) -> TrainConfig:
         try:
             check_quickly(dataclasses.replace(blueprint, layout=one.layout), one)
         except (ConfigError, LayoutError) as e:
-            raise type(e)(f"train.batching = FlexSP(), micro-batches on {one.layout}: {e}") from None
+            raise type(e)(
+                f"train.batching = {type(config.batching).__name__}(), micro-batches on {one.layout}: {e}"
+            ) from None
     return largest
 
 

@@ -16,6 +16,7 @@ from jaxtyping import Float64, Integer
 from jaxscale.config import register
 from jaxscale.data.batching.costs import SequenceCosts, check_lengths, usable
 from jaxscale.data.batching.plans import BatchPlan, Group
+from jaxscale.errors import ConfigError
 
 SLACK = (1.0, 1.02, 1.06, 1.2, 0.5, 0.25)
 """Deadlines to try, over the shortest at which the devices have enough time in total; shorter ones are better if there
@@ -36,11 +37,25 @@ class HDP:
     Args:
       degrees: degrees to choose from; `None` for all of the costs.
       offload: whether activations of sequences that do not fit go to host memory, as far as this takes fewer devices
-        and the transfer is hidden behind arithmetic or within the deadline.
+        and the transfer is hidden behind arithmetic or within the deadline. Training refuses it.
+      capacity: in training, tokens of a row on a device; `None` is that of `costs`, or else the least with which the
+        largest degree holds `train.seq_len`.
+      costs: in training, the costs; `None` takes arithmetic from the model's FLOPs (see `jaxscale.step.by_group`).
+      shapes: in training, the number of lengths that rows of a degree are padded to; each has a program.
+
+    Raises:
+      ConfigError: `shapes` is not a whole number of 1 or more.
     """
 
     degrees: tuple[int, ...] | None = None
     offload: bool = False
+    capacity: int | None = None
+    costs: SequenceCosts | None = None
+    shapes: int = 4
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.shapes, int) or self.shapes < 1:
+            raise ConfigError(f"HDP.shapes = {self.shapes!r}: must be a whole number of 1 or more")
 
     def plan(self, lengths: Integer[np.ndarray, " n"], devices: int, costs: SequenceCosts) -> BatchPlan:
         """Return the plan of a batch.

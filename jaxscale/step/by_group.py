@@ -99,7 +99,9 @@ class ByGroup(ByDegree):
         super().__init__(config, blueprint, schedule)
         self.costs = costs_of(config, self.capacity, tuple(self.settings))
         unit = unit_of(config, {d: one.layout for d, one in self.settings.items() if one.layout is not None})
-        self.quantum = -(-self.capacity // (self.planner.shapes * unit)) * unit
+        assert isinstance(self.planner, HDP)
+        self.groups = self.planner
+        self.quantum = -(-self.capacity // (self.groups.shapes * unit)) * unit
         self._programs: dict[tuple[int, int, int], Callable[..., Any]] = {}
         self._layouts: dict[tuple[int, int], Layout] = {}
         self._batches: dict[tuple[int, int], Any] = {}
@@ -116,7 +118,7 @@ class ByGroup(ByDegree):
         rows = loader.batch_at(step)
         sequences = sequences_of(rows["segment_ids"])
         placed = self._rows(sequences[:, 1])
-        parts = []
+        parts: list[tuple[Row, dict[str, jax.Array]]] = []
         for row in placed:
             one = self.settings[row.degree]
             group = Group(0, row.degree, row.sequences, 0.0)
@@ -142,7 +144,7 @@ class ByGroup(ByDegree):
         return plan_of(placed, lengths, self.rows, self.costs)
 
     def _rows(self, lengths: Int64[np.ndarray, " n"]) -> list[Row]:
-        return rows_of(lengths, self.planner, self.rows, self.quantum, self.costs)
+        return rows_of(lengths, self.groups, self.rows, self.quantum, self.costs)
 
     # --- programs -----------------------------------------------------------------------------------------------------
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 
 import jaxscale as js
+from experiments.calculators import leaf_spine
 from experiments.calculators.attention_io import Machine, flash, needed, small_cache
 from experiments.calculators.einsum_cascade import CASCADES, passes
 from experiments.calculators.long_context import costs
@@ -15,6 +18,7 @@ from jaxscale.hardware import chip
 from jaxscale.models import TransformerConfig
 
 N, D = 32, 16
+NETWORK, SEEDS = leaf_spine.Network(leaves=6, hosts=8, spines=6), 5
 YI_34B = TransformerConfig(depth=60, vocab=64000, width=7168, heads=56, kv_heads=8, head_dim=128, hidden=20480)
 A100 = dataclasses.replace(chip("a100"), bandwidth=2e12, host_bandwidth=2e10)  # rounded as in the paper
 SHAPES = TransformerConfig(depth=2, vocab=32770, width=1024, heads=16, head_dim=64, hidden=4224, dtype="bfloat16")
@@ -35,7 +39,7 @@ def _moved(algorithm, memory: int) -> int:  # type: ignore[no-untyped-def]
 
 
 def main() -> None:
-    """Print all four tables."""
+    """Print all five tables."""
     rows = [(m, _moved(flash, m), _moved(small_cache, m), needed(N, D, m)) for m in (64, 128, 256, 1024)]
     _table(f"Numbers moved, N = {N}, d = {D}", ("fast memory", "FlashAttention", "tiled product", "bound"), *rows)
     _table("Passes over the keys", ("cascade", "passes"), *((name, passes(text)) for name, text in CASCADES.items()))
@@ -46,6 +50,27 @@ def main() -> None:
     sizes = sizing(run, "v5e:2x2")
     wasted = [(s.name, f"{s.waste:.1%}", s.advice) for s in sizes.rows if s.waste]
     _table(f"Padding on v5e:2x2, {sizes.waste:.1%} of all arithmetic", ("product", "padding", "advice"), *wasted)
+    head = ("step", "hashed: congestion", "time", "split: congestion", "time", "split flows", "sprayed: time")
+    _table(f"{NETWORK.leaves} leaves of {NETWORK.hosts} hosts, {NETWORK.spines} spines", head, *_network())
+
+
+def _network() -> Iterator[tuple[object, ...]]:
+    """Yield, for steps of collectives, congestion and time over those of sprayed packets."""
+    steps = {
+        "ring": leaf_spine.ring(NETWORK),
+        "ring across leaves": leaf_spine.ring(NETWORK, NETWORK.hosts),
+        "all-to-all": leaf_spine.all_to_all(NETWORK),
+    }
+    for name, flows in steps.items():
+        ideal = leaf_spine.sprayed(NETWORK, flows)
+        most, time = max(leaf_spine.congestion(ideal).values()), leaf_spine.seconds(ideal)
+        row: list[object] = [name]
+        runs = [[leaf_spine.hashed(NETWORK, flows, seed) for seed in range(SEEDS)], [leaf_spine.split(NETWORK, flows)]]
+        for parts in runs:
+            row.append(float(np.median([float(max(leaf_spine.congestion(p).values()) / most) for p in parts])))
+            row.append(float(np.median([leaf_spine.seconds(p) / time for p in parts])))
+        cut = [count for count in Counter(part.flow for part in runs[1][0]).values() if count > 1]
+        yield (*row, f"{len(cut)} of {len(flows)}", 1.0)
 
 
 if __name__ == "__main__":

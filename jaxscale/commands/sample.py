@@ -82,9 +82,9 @@ def add(commands: Any) -> None:
     draft_arguments(parser)
     parser.add_argument(
         "--stream-layers",
-        choices=("host", "disk"),
         metavar="FROM",
-        help="for models larger than device memory: load layers one at a time from host memory or from disk",
+        help="for models larger than device memory: load layers one at a time from host memory or from disk; "
+        "host:4 has four layers on the device, not two",
     )
     weights_argument(parser)
     parser.add_argument(

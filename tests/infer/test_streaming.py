@@ -109,6 +109,33 @@ def test_no_more_than_two_layers_are_ever_on_the_device(streamed, arrays):
     assert stays + group <= max(source.seen) <= bound + cache + 16 * 1024
 
 
+def test_a_window_of_more_layers_is_filled_and_never_exceeded(model, arrays):
+    window = 3
+    layers = Layers(model[1], OnHost(arrays), window=window)
+    order, peaks = [], []
+    for _ in range(2):
+        for run, repeat, params in layers.each():
+            order.append((run, repeat))
+            jax.block_until_ready([coming.result() for _, coming in layers._coming])
+            peaks.append(layers.resident.now)
+            names = sorted(n for n in arrays if n.startswith(f"runs/{run}/"))
+            for x, name in zip(jax.tree.leaves(params), names, strict=True):
+                np.testing.assert_array_equal(x[0], arrays[name][repeat])
+    assert order == 2 * layers.order and max(peaks) == layers.resident.peak <= layers.resident.bound
+    two = Layers(model[1], OnHost(arrays))
+    assert layers.resident.peak > two.resident.bound and len(layers._coming) == window - 1
+    next(iter(layers.each()))  # abandoned: the next pass begins with the first layer again
+    assert next(iter(layers.each()))[:2] == layers.order[0]
+    layers.close()
+    assert layers.resident.now == 0
+
+
+def test_a_window_of_all_layers_is_refused(model, arrays):
+    count = len(Layers(model[1], OnHost(arrays)).order)
+    with raises_saying(ConfigError, f"a window of {count} streamed layers: must be 2 to {count - 1}", "parts"):
+        Layers(model[1], OnHost(arrays), window=count)
+
+
 def test_closing_deletes_all_parameters(model, arrays):
     layers = Layers(model[1], OnHost(arrays))
     next(iter(layers.each()))
@@ -147,3 +174,5 @@ def test_a_draft_and_streamed_layers_cannot_be_combined(finished_run):
 def test_an_unknown_source_is_refused(finished_run):
     with raises_saying(ConfigError, "stream_layers = 'dsk'", "'disk'"):
         stream_model(js.load(finished_run.path), "dsk")
+    with raises_saying(ConfigError, "stream_layers = 'host:all'", "'host:4'"):
+        stream_model(js.load(finished_run.path), "host:all")

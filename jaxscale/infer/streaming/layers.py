@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from jaxscale.errors import CheckpointError
+from jaxscale.errors import CheckpointError, ConfigError
 from jaxscale.layout import Layout, TensorInfo, shardings_of
 from jaxscale.nn import WeightFormat
 from jaxscale.nn.weight_format import refuse_flaws
@@ -99,7 +100,7 @@ class Resident(NamedTuple):
     Args:
       now: at this moment.
       peak: the most so far.
-      bound: the most possible: what always stays, and the two neighbouring layers that are largest together.
+      bound: the most possible: what always stays, and the `window` neighbouring layers that are largest together.
       whole: of the whole model, without streaming.
     """
 
@@ -112,30 +113,39 @@ class Resident(NamedTuple):
 class Layers:
     """A model's parameters: embedding, last norm and head stay on the device, layers are loaded when they compute.
 
-    At most two repeats of a run's blocks are on the device: one computes while a thread loads the next (Li et al. 2024,
-    TPI-LLM's sliding window of memory).
+    At most `window` repeats of a run's blocks are on the device: one computes while a thread loads the next ones (Li et
+    al. 2024, TPI-LLM's sliding window of memory). More than two even out layers, or reads, of unlike times.
 
     Args:
       infos: a `TensorInfo` for each parameter.
       source: the parameters, named by `prefix` and the path in their info.
       layout: how they are sharded on the devices; `None` is the default device.
       prefix: of the source's names.
+      window: the most layers on the device.
+
+    Raises:
+      ConfigError: the window is below 2, or holds all layers.
     """
 
-    def __init__(self, infos: Tree, source: Source, layout: Layout | None = None, prefix: str = ""):
-        self.infos, self._source, self._prefix = infos, source, prefix
+    def __init__(self, infos: Tree, source: Source, layout: Layout | None = None, prefix: str = "", window: int = 2):
+        self.infos, self._source, self._prefix, self.window = infos, source, prefix, window
         self._shardings = shardings_of(infos, layout)
         self._device = None if layout is not None else jax.devices()[0]
         self._lock, self._now, self._peak = threading.Lock(), 0, 0
         runs = list(infos["runs"])
         self.order = [(n, i) for n, name in enumerate(runs) for i in range(_repeats(infos["runs"][name]))]
         each = [_bytes(infos["runs"][runs[n]]) // _repeats(infos["runs"][runs[n]]) for n, _ in self.order]
-        self.largest = max(a + b for a, b in zip(each, each[1:] + each[:1], strict=True))
+        if window != 2 and not 2 <= window < len(each):
+            raise ConfigError(
+                f"a window of {window} streamed layers: must be 2{f' to {len(each) - 1}' if len(each) > 3 else ''}, "
+                f"since this model is loaded in {len(each)} parts"
+            )
+        self.largest = max(sum((each + each)[i : i + window]) for i in range(len(each)))
         self._stays = {name: part for name, part in infos.items() if name != "runs"}
         shardings = None if self._shardings is None else {name: self._shardings[name] for name in self._stays}
         self.rest = self._put(self._stays, shardings, None)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxscale-layers")
-        self._coming: tuple[int, Future[Tree]] | None = None
+        self._coming: deque[tuple[int, Future[Tree]]] = deque()
 
     @property
     def resident(self) -> Resident:
@@ -152,7 +162,8 @@ class Layers:
         """
         for place, (run, repeat) in enumerate(self.order):
             params = self._take(place)
-            self._coming = ((place + 1) % len(self.order), self._pool.submit(self._load, place + 1))
+            for ahead in range(place + 1 + len(self._coming), place + self.window):
+                self._coming.append((ahead % len(self.order), self._pool.submit(self._load, ahead)))
             try:
                 yield run, repeat, params
             finally:
@@ -160,19 +171,18 @@ class Layers:
 
     def close(self) -> None:
         """Delete all parameters on the devices, and end the thread."""
-        if self._coming is not None:
-            self._delete(self._coming[1].result())
-            self._coming = None
+        self._forget()
         self._delete(self.rest)
         self._pool.shutdown()
 
+    def _forget(self) -> None:
+        while self._coming:
+            self._delete(self._coming.popleft()[1].result())
+
     def _take(self, place: int) -> Tree:
-        if self._coming is not None:
-            at, coming = self._coming
-            self._coming = None
-            if at == place:
-                return coming.result()
-            self._delete(coming.result())  # the previous pass was abandoned before its last layer
+        if self._coming and self._coming[0][0] == place:
+            return self._coming.popleft()[1].result()
+        self._forget()  # the previous pass was abandoned before its last layer
         return self._load(place)
 
     def _load(self, place: int) -> Tree:

@@ -21,6 +21,24 @@ if TYPE_CHECKING:
 FROM = ("host", "disk")
 
 
+def source_and_window(text: str) -> tuple[str, int]:
+    """Return where layers wait, and the most layers on the device.
+
+    Args:
+      text: "host" or "disk", and after a colon the number of layers, 2 by default.
+
+    Raises:
+      ConfigError: it is neither.
+    """
+    source, colon, window = str(text).partition(":")
+    if source not in FROM or (colon and not window.isdecimal()):
+        raise ConfigError(
+            f"stream_layers = {text!r}: must be 'host' or 'disk', or such as 'host:4' with four layers on the device"
+            f"{near(source, FROM) if source not in FROM else ''}"
+        )
+    return source, int(window or 2)
+
+
 def stream_model(
     run: Run,
     source: str = "host",
@@ -34,7 +52,8 @@ def stream_model(
     Args:
       run: the run; its checkpoint is streamed, also while its state is in memory.
       source: "host" holds all parameters in the host's memory; "disk" reads each layer from the checkpoint's files
-        every time, through the system's page cache, and verifies digests where there are some.
+        every time, through the system's page cache, and verifies digests where there are some. "host:4" has at most
+        four layers on the device, where "host" has two.
       layout: where layers are computed; `None` is one device.
       step: the checkpoint's step; the newest by default.
       length: the most tokens of a sequence, for position encodings that depend on it.
@@ -44,15 +63,15 @@ def stream_model(
       the graph definition, and the parameters.
 
     Raises:
-      ConfigError: an unknown source, or "disk" for a checkpoint whose arrays are not the model's weights.
+      ConfigError: an unknown source, a window that does not fit the model, or "disk" for a checkpoint whose arrays are
+        not the model's weights.
       CheckpointError: there is no such checkpoint.
       RunError: the run has no checkpoint.
     """
     from jaxscale.step import describe_model
     from jaxscale.step.blueprint import blueprint_of
 
-    if source not in FROM:
-        raise ConfigError(f"stream_layers = {source!r}: must be 'host' or 'disk'{near(str(source), FROM)}")
+    source, window = source_and_window(source)
     graphdef, infos = describe_model(for_length(dropless(run.config.model), length))
     refuse_second_format(run, weights)
     if run.config.stored is not None:
@@ -68,9 +87,9 @@ def stream_model(
         for info, x in zip(jax.tree.leaves(infos), jax.tree.leaves(params), strict=True):
             leaves[info.path] = np.array(x)  # a copy: a view would keep the JAX array alive
             x.delete()
-        return graphdef, Layers(infos, OnHost(leaves), layout)
+        return graphdef, Layers(infos, OnHost(leaves), layout, window=window)
     if run.config.stored is not None:
-        return graphdef, Layers(infos, run.checkpoints.arrays(step), layout, prefix="params/")
+        return graphdef, Layers(infos, run.checkpoints.arrays(step), layout, prefix="params/", window=window)
     blueprint, _ = blueprint_of(dataclasses.replace(run.config, layout=None))
     part = blueprint.algorithm.weights_in(blueprint)
     if run.config.adapters is not None or part is None:
@@ -78,5 +97,7 @@ def stream_model(
         raise ConfigError(f"stream_layers = 'disk' needs parameters as they are stored, and {what}; use 'host'")
     arrays = run.checkpoints.arrays(step)
     if weights is not None:
-        return graphdef, Layers(weights.infos(infos), Encoded(arrays, infos, weights, f"{part}/"), layout)
-    return graphdef, Layers(infos, arrays, layout, prefix=f"{part}/")
+        return graphdef, Layers(
+            weights.infos(infos), Encoded(arrays, infos, weights, f"{part}/"), layout, window=window
+        )
+    return graphdef, Layers(infos, arrays, layout, prefix=f"{part}/", window=window)

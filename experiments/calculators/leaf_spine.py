@@ -190,13 +190,13 @@ def seconds(parts: list[Part]) -> float:
 
 def _fair(on: np.ndarray, active: np.ndarray) -> np.ndarray:
     """Return max-min fair rates: the fullest link fixes the rates of its flows, and so on."""
-    rate, open_, room = np.zeros(len(active)), active.copy(), np.ones(len(on))
+    rate, open_, space = np.zeros(len(active)), active.copy(), np.ones(len(on))
     while open_.any():
         users = on @ open_
-        share = np.divide(room, users, out=np.full(len(room), np.inf), where=users > 0)
+        share = np.divide(space, users, out=np.full(len(space), np.inf), where=users > 0)
         least = share.min()
         fixed = open_ & (on[share <= least * (1 + 1e-9)] > 0).any(axis=0)
         rate[fixed] = least
-        room = np.maximum(room - on @ (fixed * least), 0.0)
+        space = np.maximum(space - on @ (fixed * least), 0.0)
         open_ &= ~fixed
     return rate

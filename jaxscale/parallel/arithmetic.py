@@ -81,13 +81,16 @@ class Numbers(abc.ABC):
         """
 
     @abc.abstractmethod
-    def ragged_dot(self, rows: Operand, matrices: Operand, sizes: Int[Array, " x"]) -> Float[Array, "n o"]:
+    def ragged_dot(
+        self, rows: Operand, matrices: Operand, sizes: Int[Array, " x"], transposed: bool = False
+    ) -> Float[Array, "n o"]:
         """Multiply each row by the matrix of its group.
 
         Args:
           rows: `left` of an array (n, i), sorted by group.
-          matrices: `right` of an array (x, i, o).
+          matrices: `right` of an array (x, i, o); (x, o, i) with `transposed`.
           sizes: rows of each group; rows after the last group give 0.
+          transposed: multiply by the transposed matrices, of which no copy is made.
         """
 
     @abc.abstractmethod
@@ -158,9 +161,11 @@ class Cast(Numbers):
         """See `Numbers`; accumulated in `out_dtype` or wider."""
         return lax.dot_general(left, right, dims, preferred_element_type=out_dtype)
 
-    def ragged_dot(self, rows: Operand, matrices: Operand, sizes: Int[Array, " x"]) -> Float[Array, "n o"]:
+    def ragged_dot(
+        self, rows: Operand, matrices: Operand, sizes: Int[Array, " x"], transposed: bool = False
+    ) -> Float[Array, "n o"]:
         """See `Numbers`."""
-        return grouped_matmul(rows, matrices, sizes)
+        return grouped_matmul(rows, matrices, sizes, transposed=transposed)
 
     def ragged_outer(
         self, rows: Operand, other: Operand, sizes: Int[Array, " x"], out_dtype: DTypeLike

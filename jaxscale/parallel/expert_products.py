@@ -222,5 +222,4 @@ def _grouped(
         dims = ((3,), (summed,)), ((1,), (0,))
         return jnp.moveaxis(numbers.dot(left, matrices, dims, settings.arithmetic.dtype), 0, 1)
     left = numbers.left(rows, (1,), (), (*settings.lead(sizes), cut))
-    matrices = matrices if summed == 1 else jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), matrices)
-    return numbers.ragged_dot(left, matrices, sizes)
+    return numbers.ragged_dot(left, matrices, sizes, transposed=summed == 2)

@@ -131,13 +131,17 @@ class Scaled(Numbers):
         over = range(len(batch), len(batch) + len(split))
         return lax.reduce(y, np.zeros([], y.dtype), lax.add, tuple(over)) if split else y
 
-    def ragged_dot(self, rows: Coded, matrices: Coded, sizes: Int[Array, " x"]) -> Float[Array, "n o"]:
+    def ragged_dot(
+        self, rows: Coded, matrices: Coded, sizes: Int[Array, " x"], transposed: bool = False
+    ) -> Float[Array, "n o"]:
         """See `Numbers`; the result has the dtype of products of blocks."""
         if self.block is not None:
-            return grouped_matmul(rows.dense(self.dtype), matrices.dense(self.dtype), sizes)
+            return grouped_matmul(rows.dense(self.dtype), matrices.dense(self.dtype), sizes, transposed=transposed)
         self._check_terms(rows.codes.shape[1])
-        y = grouped_matmul(rows.codes, matrices.codes, sizes, out_dtype=self._sums(jnp.float32))
-        of_row = jnp.repeat(matrices.scales()[:, 0], sizes, axis=0, total_repeat_length=len(rows.codes))
+        sums = self._sums(jnp.float32)
+        y = grouped_matmul(rows.codes, matrices.codes, sizes, transposed=transposed, out_dtype=sums)
+        scales = jnp.squeeze(matrices.scales(), 2 if transposed else 1)
+        of_row = jnp.repeat(scales, sizes, axis=0, total_repeat_length=len(rows.codes))
         return (y.astype(jnp.float32) * rows.scales() * of_row).astype(self.dtype)
 
     def ragged_outer(

@@ -129,9 +129,11 @@ class Nearest(Numbers):
         """See `Numbers`."""
         return Cast(self.dtype).dot(left, right, dims, out_dtype, parts)
 
-    def ragged_dot(self, rows: Operand, matrices: Operand, sizes: Int[Array, " x"]) -> Float[Array, "n o"]:
+    def ragged_dot(
+        self, rows: Operand, matrices: Operand, sizes: Int[Array, " x"], transposed: bool = False
+    ) -> Float[Array, "n o"]:
         """See `Numbers`."""
-        return Cast(self.dtype).ragged_dot(rows, matrices, sizes)
+        return Cast(self.dtype).ragged_dot(rows, matrices, sizes, transposed)
 
     def ragged_outer(
         self, rows: Operand, other: Operand, sizes: Int[Array, " x"], out_dtype: DTypeLike

@@ -82,7 +82,12 @@ class Numbers(abc.ABC):
 
     @abc.abstractmethod
     def ragged_dot(
-        self, rows: Operand, matrices: Operand, sizes: Int[Array, " x"], transposed: bool = False
+        self,
+        rows: Operand,
+        matrices: Operand,
+        sizes: Int[Array, " x"],
+        transposed: bool = False,
+        bias: Float[Array, "x o"] | None = None,
     ) -> Float[Array, "n o"]:
         """Multiply each row by the matrix of its group.
 
@@ -91,6 +96,7 @@ class Numbers(abc.ABC):
           matrices: `right` of an array (x, i, o); (x, o, i) with `transposed`.
           sizes: rows of each group; rows after the last group give 0.
           transposed: multiply by the transposed matrices, of which no copy is made.
+          bias: added to the rows of each group before the result is rounded, float32, or `None`.
         """
 
     @abc.abstractmethod
@@ -162,10 +168,15 @@ class Cast(Numbers):
         return lax.dot_general(left, right, dims, preferred_element_type=out_dtype)
 
     def ragged_dot(
-        self, rows: Operand, matrices: Operand, sizes: Int[Array, " x"], transposed: bool = False
+        self,
+        rows: Operand,
+        matrices: Operand,
+        sizes: Int[Array, " x"],
+        transposed: bool = False,
+        bias: Float[Array, "x o"] | None = None,
     ) -> Float[Array, "n o"]:
         """See `Numbers`."""
-        return grouped_matmul(rows, matrices, sizes, transposed=transposed)
+        return grouped_matmul(rows, matrices, sizes, bias=bias, transposed=transposed)
 
     def ragged_outer(
         self, rows: Operand, other: Operand, sizes: Int[Array, " x"], out_dtype: DTypeLike

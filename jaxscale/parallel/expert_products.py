@@ -17,6 +17,7 @@ from jaxscale.parallel.arithmetic import Arithmetic, Cut, Numbers
 from jaxscale.parallel.dispatch.base import ExpertAxes
 from jaxscale.parallel.seeds import mixed
 from jaxscale.parallel.weight import Weight
+from pallas_kernels.grouped_matmul import bias_of_rows, grouped_sum
 
 UP = ("experts", "expert_embed", "expert_mlp")
 DOWN = ("experts", "expert_mlp", "expert_embed")
@@ -106,19 +107,21 @@ def apply_experts(
     product and the exchange.
     """
 
-    def product(number: int, rows: Array, kernel: Array | Weight, tap: Array | Weight, embed: int) -> Array:
+    def product(
+        number: int, rows: Array, kernel: Array | Weight, tap: Array | Weight, embed: int, bias: Array | None = None
+    ) -> Array:
         own = None if seed is None else mixed(seed + jnp.uint32(number))
-        return _product(rows, kernel, tap, sizes, own, embed, settings)
-
-    def plus(y: Array, bias: Array | None) -> Array:
-        return y if bias is None else (y + _of_rows(bias, len(rows), sizes)).astype(y.dtype)
+        if bias is None or (sizes is not None and not isinstance(kernel, Weight)):  # which adds it before it rounds
+            return _product(rows, kernel, tap, sizes, own, bias, embed, settings)
+        y = _product(rows, kernel, tap, sizes, own, None, embed, settings)
+        return (y + _of_rows(bias, len(rows), sizes)).astype(y.dtype)
 
     gate_bias, up_bias, down_bias = biases or (None, None, None)
-    up = checkpoint_name(plus(product(0, rows, weights.up, taps.up, 1), up_bias), "mlp_up")
+    up = checkpoint_name(product(0, rows, weights.up, taps.up, 1, up_bias), "mlp_up")
     if weights.gate is None or taps.gate is None:
         h = settings.act(up)
     else:
-        gate = checkpoint_name(plus(product(1, rows, weights.gate, taps.gate, 1), gate_bias), "mlp_up")
+        gate = checkpoint_name(product(1, rows, weights.gate, taps.gate, 1, gate_bias), "mlp_up")
         h = settings.act(gate) * up if settings.combine is None else settings.combine(gate, up)
     h = (checkpoint_name(h, "mlp_hidden") * scale).astype(settings.arithmetic.dtype)
     y = product(2, h, weights.down, taps.down, 2)
@@ -131,19 +134,17 @@ def apply_experts(
 
 def _of_rows(bias: Float[Array, "x n"], rows: int, sizes: Int[Array, " x"] | None) -> Array:
     """Return the bias of each row's expert, for rows as those of `apply_experts`."""
-    if sizes is None:
-        return bias[:, None]
-    expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right")
-    return jnp.take(bias, expert, axis=0, mode="fill", fill_value=0)
+    return bias[:, None] if sizes is None else bias_of_rows(bias, sizes, rows)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _product(
     rows: Array,
     kernel: Array | Weight,
     tap: Array | Weight,
     sizes: Array | None,
     seed: Array | None,
+    bias: Array | None,
     embed: int,
     settings: ProductSettings,
 ) -> Array:
@@ -156,22 +157,24 @@ def _product(
       tap: gets the kernel's gradient, in its dtype; its dimension `embed` is sharded over `settings.axes.scattered`.
       sizes: rows of each expert, int, or `None`.
       seed: of random numbers, or `None`.
+      bias: (x, out), added to the rows of each expert, for `sizes` and a kernel that is an array; or `None`.
       embed: 1 or 2.
       settings: mesh axes, and the numbers of the product.
     """
-    return _product_fwd(rows, kernel, tap, sizes, seed, embed, settings)[0]
+    return _product_fwd(rows, kernel, tap, sizes, seed, bias, embed, settings)[0]
 
 
-def _product_fwd(rows, kernel, tap, sizes, seed, embed, settings):  # type: ignore[no-untyped-def]
+def _product_fwd(rows, kernel, tap, sizes, seed, bias, embed, settings):  # type: ignore[no-untyped-def]
     numbers = settings.arithmetic.forward
-    y = _grouped(numbers, rows, kernel, 1, sizes, embed, settings)
-    return y.astype(settings.arithmetic.out_dtype), (rows, kernel, sizes, seed)
+    y = _grouped(numbers, rows, kernel, 1, sizes, embed, settings, bias)
+    return y.astype(settings.arithmetic.out_dtype), (rows, kernel, sizes, seed, bias)
 
 
 def _product_bwd(embed, settings, residuals, dy):  # type: ignore[no-untyped-def]
-    rows, kernel, sizes, seed = residuals
+    rows, kernel, sizes, seed, bias = residuals
     arithmetic = settings.arithmetic.seeded(seed)
     drows = _grouped(arithmetic.input_gradient, dy, kernel, 2, sizes, embed, settings).astype(rows.dtype)
+    dbias = None if bias is None else grouped_sum(dy, sizes)
     numbers = arithmetic.kernel_gradient
     summed, batch = ((0,), ()) if sizes is not None else ((0, 2), (1,))
     left, right = (
@@ -180,14 +183,14 @@ def _product_bwd(embed, settings, residuals, dy):  # type: ignore[no-untyped-def
     )
     if isinstance(kernel, Weight):  # XLA drops what follows if nobody wants gradients of scales
         dkernel = numbers.ragged_outer(left, right, sizes, jnp.float32)
-        return drows, None, jax.vjp(lambda w: w.dense(), kernel)[1](dkernel)[0], None, None
+        return drows, None, jax.vjp(lambda w: w.dense(), kernel)[1](dkernel)[0], None, None, dbias
     if sizes is None:
         dkernel = numbers.dot(left, right, ((summed, summed), (batch, batch)), kernel.dtype)
     else:
         dkernel = numbers.ragged_outer(left, right, sizes, kernel.dtype)
     if settings.axes.scattered:
         dkernel = lax.psum_scatter(dkernel, settings.axes.scattered, scatter_dimension=embed, tiled=True)
-    return drows, None, dkernel, None, None
+    return drows, None, dkernel, None, None, dbias
 
 
 _product.defvjp(_product_fwd, _product_bwd)
@@ -201,8 +204,9 @@ def _grouped(
     sizes: Array | None,
     embed: int,
     settings: ProductSettings,
+    bias: Array | None = None,
 ) -> Array:
-    """Multiply rows by their expert's matrix, of which dimension `summed` is summed over."""
+    """Multiply rows by their expert's matrix, of which dimension `summed` is summed over, and add the bias."""
     if isinstance(kernel, Weight):
         assert sizes is not None
         dtype = settings.arithmetic.dtype
@@ -222,4 +226,4 @@ def _grouped(
         dims = ((3,), (summed,)), ((1,), (0,))
         return jnp.moveaxis(numbers.dot(left, matrices, dims, settings.arithmetic.dtype), 0, 1)
     left = numbers.left(rows, (1,), (), (*settings.lead(sizes), cut))
-    return numbers.ragged_dot(left, matrices, sizes, transposed=summed == 2)
+    return numbers.ragged_dot(left, matrices, sizes, summed == 2, bias)

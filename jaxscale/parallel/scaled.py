@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Num, UInt32
 from jaxscale.errors import ConfigError
 from jaxscale.parallel.arithmetic import Cut, Dims, Numbers, cut_along
 from jaxscale.parallel.seeds import uniform
-from pallas_kernels.grouped_matmul import grouped_matmul, grouped_outer
+from pallas_kernels.grouped_matmul import bias_of_rows, grouped_matmul, grouped_outer
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 """The types of codes, and the largest number of each. -128 is not used, so that int8 is symmetric."""
@@ -132,17 +132,24 @@ class Scaled(Numbers):
         return lax.reduce(y, np.zeros([], y.dtype), lax.add, tuple(over)) if split else y
 
     def ragged_dot(
-        self, rows: Coded, matrices: Coded, sizes: Int[Array, " x"], transposed: bool = False
+        self,
+        rows: Coded,
+        matrices: Coded,
+        sizes: Int[Array, " x"],
+        transposed: bool = False,
+        bias: Float[Array, "x o"] | None = None,
     ) -> Float[Array, "n o"]:
         """See `Numbers`; the result has the dtype of products of blocks."""
         if self.block is not None:
-            return grouped_matmul(rows.dense(self.dtype), matrices.dense(self.dtype), sizes, transposed=transposed)
+            x, w = rows.dense(self.dtype), matrices.dense(self.dtype)
+            return grouped_matmul(x, w, sizes, bias=bias, transposed=transposed)
         self._check_terms(rows.codes.shape[1])
         sums = self._sums(jnp.float32)
         y = grouped_matmul(rows.codes, matrices.codes, sizes, transposed=transposed, out_dtype=sums)
         scales = jnp.squeeze(matrices.scales(), 2 if transposed else 1)
         of_row = jnp.repeat(scales, sizes, axis=0, total_repeat_length=len(rows.codes))
-        return (y.astype(jnp.float32) * rows.scales() * of_row).astype(self.dtype)
+        y = y.astype(jnp.float32) * rows.scales() * of_row
+        return (y if bias is None else y + bias_of_rows(bias, sizes, len(y))).astype(self.dtype)
 
     def ragged_outer(
         self, rows: Coded, other: Coded, sizes: Int[Array, " x"], out_dtype: DTypeLike

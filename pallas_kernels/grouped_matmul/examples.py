@@ -28,6 +28,7 @@ def case(
     sizes: tuple[int, int, int, int],
     dtype: str = "bfloat16",
     target: Target | None = None,
+    bias: bool = False,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return a function of local arrays and their shapes: one product of a layer by one implementation.
 
@@ -37,6 +38,7 @@ def case(
       sizes: rows, groups, and the layer's inputs and outputs.
       dtype: of all arrays.
       target: the device; by default that in scope when the function is traced.
+      bias: of "forward", add a bias.
     """
     m, groups, k, n = sizes
     like: Any = jax.ShapeDtypeStruct
@@ -45,10 +47,10 @@ def case(
         left, right = like((m, k), dtype), like((m, n), dtype)
     else:
         wide, narrow = (n, k) if product == "input gradient" else (k, n)
-        facts = Facts("matmul", groups, m, wide, narrow, dtype, dtype, dtype, product == "input gradient")
+        facts = Facts("matmul", groups, m, wide, narrow, dtype, dtype, dtype, product == "input gradient", bias)
         left, right = like((m, wide), dtype), like((groups, k, n), dtype)
-    fn = lambda left, right, sizes: run(target or device(), left, right, sizes, facts=facts)  # noqa: E731
-    return fn, (left, right, like((groups,), "int32"))
+    fn = lambda *arrays: run(target or device(), *arrays, facts=facts)  # noqa: E731
+    return fn, (left, right, like((groups,), "int32"), *([like((groups, n), "float32")] if bias else []))
 
 
 def cases(run: Callable[..., Any]) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
@@ -60,5 +62,6 @@ def cases(run: Callable[..., Any]) -> Iterator[tuple[str, Callable[..., Any], tu
     for name, sizes in MODELS.items():
         for product in PRODUCTS:
             yield (f"{name} {product}", *case(run, product, sizes))
+    yield ("gpt-oss forward with a bias", *case(run, "forward", MODELS["gpt-oss"], bias=True))
     for product in PRODUCTS:
         yield (f"1000 rows float32 {product}", *case(run, product, (1000, 4, 512, 384), "float32"))

@@ -63,13 +63,21 @@ def supported(target: Target, *, facts: Facts) -> str | None:
     return None
 
 
-def run(target: Target, left: jax.Array, right: jax.Array, sizes: jax.Array, *, facts: Facts) -> jax.Array:
+def run(
+    target: Target,
+    left: jax.Array,
+    right: jax.Array,
+    sizes: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    facts: Facts,
+) -> jax.Array:
     """Return the product."""
     short = -facts.m % _STRIP
     left = jnp.pad(left, ((0, short), (0, 0)))
     if facts.product == "outer":
         return _outer(target, left, jnp.pad(right, ((0, short), (0, 0))), sizes, facts)
-    return _matmul(target, left, right, sizes, facts)[: facts.m]
+    return _matmul(target, left, right, sizes, bias, facts)[: facts.m]
 
 
 def key_of(facts: Facts) -> dict[str, Any]:
@@ -224,17 +232,19 @@ def _drain(free: Any, done: Any) -> None:
     lax.fori_loop(lax.max(done - slots, 0), done, drain, None)
 
 
-def _matmul(target: Target, rows: jax.Array, matrices: jax.Array, sizes: jax.Array, facts: Facts) -> jax.Array:
+def _matmul(
+    target: Target, rows: jax.Array, matrices: jax.Array, sizes: jax.Array, bias: jax.Array | None, facts: Facts
+) -> jax.Array:
     (m, k), n, dtype, transposed = rows.shape, facts.n, rows.dtype, facts.transposed
     columns, slots, buffers = tile_of(target, facts)
     table = tiles_of(sizes, m)
     across, chunks, piece = -(-n // columns), k // CHUNK, _pieces(facts.out)
     blocks = min(target.cores, len(table) * across)
+    # zeros for the rows after the last group, and up to the last tile's last column
+    biases = [] if bias is None else [jnp.pad(bias, ((0, 1), (0, across * columns - n)))]
 
-    def grouped_matmul(
-        table_ref: Any, rows_ref: Any, matrices_ref: Any, out_ref: Any, rows_s: Any, w_s: Any,
-        out_s: Any, plain_s: Any, full: Any, free: Any,
-    ) -> None:  # fmt: skip
+    def grouped_matmul(table_ref: Any, rows_ref: Any, matrices_ref: Any, *refs: Any) -> None:
+        *bias_refs, out_ref, rows_s, w_s, out_s, plain_s, full, free = refs
         wg, tiles = lax.axis_index("wg"), table_ref[0, 4]
 
         def place(item: Any) -> tuple[Any, ...]:
@@ -247,11 +257,14 @@ def _matmul(target: Target, rows: jax.Array, matrices: jax.Array, sizes: jax.Arr
                 lax.select(group < facts.groups, jnp.int32(chunks), jnp.int32(0)),
             )
 
-        def store(acc: Any, first: Any, begin: Any, end: Any, column: Any) -> None:
+        def store(acc: Any, first: Any, begin: Any, end: Any, column: Any, group: Any) -> None:
             whole = (begin == 0) & (end == ROWS)
             for p in range(columns // piece):
-                values = acc[:, p * piece : (p + 1) * piece].astype(facts.out)
-                at = pl.ds(column + p * piece, piece)
+                values, at = acc[:, p * piece : (p + 1) * piece], pl.ds(column + p * piece, piece)
+                for ref in bias_refs:
+                    line = plgpu.load(ref.at[group, at], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+                    values = values + lax.broadcast_in_dim(line, (ROWS, piece), (1,))
+                values = values.astype(facts.out)
                 plgpu.wait_smem_to_gmem(buffers - 1 if p else 0, wait_read_only=True)
 
                 @pl.when(whole)
@@ -281,7 +294,7 @@ def _matmul(target: Target, rows: jax.Array, matrices: jax.Array, sizes: jax.Arr
 
         def multiply() -> None:
             def item(i: Any, done: Any) -> Any:
-                at, column, _group, steps = place(i)
+                at, column, group, steps = place(i)
                 operands = lambda c, slot: (  # noqa: E731
                     rows_s.at[slot, wg],
                     w_s.at[slot].T if transposed else w_s.at[slot],
@@ -294,7 +307,7 @@ def _matmul(target: Target, rows: jax.Array, matrices: jax.Array, sizes: jax.Arr
                         lambda acc: _multiply(acc, operands, done, steps, full, free),
                         plgpu.ACC((ROWS, columns), jnp.float32),
                     )
-                    store(acc, pl.multiple_of(table_ref[at, 0], _STRIP) + wg * ROWS, begin, end, column)
+                    store(acc, pl.multiple_of(table_ref[at, 0], _STRIP) + wg * ROWS, begin, end, column, group)
 
                 pl.when(begin >= end)(lambda: _pass(done, steps, full, free))
                 return done + steps
@@ -338,7 +351,7 @@ def _matmul(target: Target, rows: jax.Array, matrices: jax.Array, sizes: jax.Arr
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=slots),
         ],
         **target.gpu(),
-    )(table, rows, matrices)
+    )(table, rows, matrices, *biases)
 
 
 def _outer(target: Target, left: jax.Array, right: jax.Array, sizes: jax.Array, facts: Facts) -> jax.Array:
@@ -452,3 +465,5 @@ def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any
     for name, sizes in examples.MODELS.items():
         for product in examples.PRODUCTS:
             yield (f"{name} {product}", *examples.case(run, product, sizes, target=target))
+    sizes = examples.MODELS["gpt-oss"]
+    yield ("gpt-oss forward with a bias", *examples.case(run, "forward", sizes, target=target, bias=True))

@@ -32,6 +32,7 @@ class Facts:
       right: dtype of the right operand.
       out: dtype of the output.
       transposed: with "matmul", whether the matrices are (groups, n, k).
+      bias: with "matmul", whether a bias of each group is added.
     """
 
     product: Literal["matmul", "outer"]
@@ -43,10 +44,16 @@ class Facts:
     right: str
     out: str
     transposed: bool = False
+    bias: bool = False
 
 
 def checked_matmul(
-    rows: jax.Array, matrices: jax.Array, sizes: Any, transposed: bool, out_dtype: DTypeLike | None
+    rows: jax.Array,
+    matrices: jax.Array,
+    sizes: Any,
+    transposed: bool,
+    out_dtype: DTypeLike | None,
+    bias: jax.Array | None = None,
 ) -> tuple[Facts, jax.Array]:
     """Return the facts of `grouped_matmul` and its sizes as int32.
 
@@ -63,7 +70,15 @@ def checked_matmul(
     if rows.shape[1] != k:
         hint = "; set transposed for matrices (groups, n, k)" if not transposed and n == rows.shape[1] else ""
         raise KernelError(f"{op}: rows {tuple(rows.shape)} do not fit matrices {tuple(matrices.shape)}{hint}")
-    facts = Facts("matmul", len(matrices), len(rows), k, n, *_dtypes(op, rows, matrices, out_dtype), transposed)
+    dtypes = _dtypes(op, rows, matrices, out_dtype)
+    if bias is not None and (bias.shape != (len(matrices), n) or bias.dtype != jnp.float32):
+        raise KernelError(
+            f"{op}: the bias is float32 ({len(matrices)}, {n}), a row for each group, not {bias.dtype.name} "
+            f"{tuple(bias.shape)}"
+        )
+    if bias is not None and not jnp.issubdtype(dtypes[2], jnp.floating):
+        raise KernelError(f"{op}: sums of {dtypes[0]} are {dtypes[2]}; add the bias after they are scaled")
+    facts = Facts("matmul", len(matrices), len(rows), k, n, *dtypes, transposed, bias is not None)
     return facts, _sizes(op, sizes, facts.groups)
 
 

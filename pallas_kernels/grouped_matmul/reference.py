@@ -7,19 +7,27 @@ import numpy as np
 __all__ = ["matmul", "outer"]
 
 
-def matmul(rows: np.ndarray, matrices: np.ndarray, sizes: np.ndarray, *, transposed: bool = False) -> np.ndarray:
+def matmul(
+    rows: np.ndarray,
+    matrices: np.ndarray,
+    sizes: np.ndarray,
+    *,
+    bias: np.ndarray | None = None,
+    transposed: bool = False,
+) -> np.ndarray:
     """Return `grouped_matmul` in the arrays' own dtype, such as float64.
 
     Args:
       rows: (m, k), sorted by group.
       matrices: (groups, k, n); (groups, n, k) with `transposed`.
       sizes: rows of each group.
+      bias: (groups, n), added to the rows of each group, or `None`.
       transposed: multiply by the transposed matrices.
     """
     matrices = matrices.swapaxes(1, 2) if transposed else matrices
     out, begin = np.zeros((len(rows), matrices.shape[2]), rows.dtype), 0
-    for matrix, size in zip(matrices, sizes, strict=True):
-        out[begin : begin + size] = rows[begin : begin + size] @ matrix
+    for group, (matrix, size) in enumerate(zip(matrices, sizes, strict=True)):
+        out[begin : begin + size] = rows[begin : begin + size] @ matrix + (0 if bias is None else bias[group])
         begin += size
     return out
 

@@ -169,7 +169,15 @@ def part_of(rows: int) -> int:
     return PART if rows % PART == 0 else rows
 
 
-def run(target: Target, left: jax.Array, right: jax.Array, sizes: jax.Array, *, facts: Facts) -> jax.Array:
+def run(
+    target: Target,
+    left: jax.Array,
+    right: jax.Array,
+    sizes: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    facts: Facts,
+) -> jax.Array:
     """Return the product; see `dispatch.Implementation`."""
     outer = facts.product == "outer"
     rows, bk, bn = tile_of(target, facts)
@@ -201,7 +209,15 @@ def run(target: Target, left: jax.Array, right: jax.Array, sizes: jax.Array, *, 
             pl.BlockSpec((None, bn, bk) if facts.transposed else (None, bk, bn), matrix),
         ]
         out_spec = pl.BlockSpec((rows, bn), lambda n, s, k, group, tile, read, starts: (tile[s], n))
+        if bias is not None:  # a line for each group: a block has whole lines
+            in_specs.append(
+                pl.BlockSpec(
+                    (None, 1, bn),
+                    lambda n, s, k, group, tile, read, starts: (jnp.minimum(group[s], groups - 1), 0, n),
+                )
+            )
         out_shape, acc = (facts.m, facts.n), (rows, bn)
+    biases = [] if bias is None else [bias[:, None]]
     kernel = functools.partial(_outer if outer else matmul_step, facts=facts, rows=rows, part=part, grid_k=grid_k)
     item = jnp.dtype(facts.dtype).itemsize
     return pl.pallas_call(
@@ -226,7 +242,7 @@ def run(target: Target, left: jax.Array, right: jax.Array, sizes: jax.Array, *, 
         ),
         interpret=target.tpu(),
         name=f"grouped_{facts.product}",
-    )(*steps[:4], left, right)
+    )(*steps[:4], left, right, *biases)
 
 
 def _dot(left: jax.Array, right: jax.Array, dims: tuple[int, int]) -> jax.Array:
@@ -259,8 +275,8 @@ def _parts(rows: int, part: int, first: Any, low: Any, high: Any, do: Callable[[
 
 
 def matmul_step(
-    group: Any, tile: Any, read: Any, starts: Any, rows_ref: Any, matrix_ref: Any, out_ref: Any, acc_ref: Any,
-    *, facts: Facts, rows: int, part: int, grid_k: int,
+    group: Any, tile: Any, read: Any, starts: Any, rows_ref: Any, matrix_ref: Any, *refs: Any,
+    facts: Facts, rows: int, part: int, grid_k: int,
 ) -> None:  # fmt: skip
     """Do one step of a matmul: one group's share of a tile of rows, by one tile of its matrix.
 
@@ -271,13 +287,13 @@ def matmul_step(
       starts: likewise.
       rows_ref: the tile of rows.
       matrix_ref: the tile of the matrix.
-      out_ref: the tile of the output.
-      acc_ref: sums over the tiles of k, float32.
+      refs: the tile of the bias, if there is one; that of the output; sums over the tiles of k, float32.
       facts: of the product.
       rows: of a tile.
       part: of `part_of`.
       grid_k: tiles of k.
     """
+    *bias_refs, out_ref, acc_ref = refs
     s, k = pl.program_id(1), pl.program_id(2)
     g, first = group[s], tile[s] * rows
     low, high = starts[g], starts[g + 1]
@@ -300,8 +316,10 @@ def matmul_step(
         @pl.when(k == grid_k - 1)
         def _() -> None:
             done = value
+            for bias_ref in bias_refs:
+                done = done + bias_ref[...]
             if masked:
-                done = jnp.where(inside, value, out_ref[pl.ds(at, size), :].astype(jnp.float32))
+                done = jnp.where(inside, done, out_ref[pl.ds(at, size), :].astype(jnp.float32))
             out_ref[pl.ds(at, size), :] = done.astype(out_ref.dtype)
 
     @pl.when(whole & ~after)

@@ -130,10 +130,15 @@ class Nearest(Numbers):
         return Cast(self.dtype).dot(left, right, dims, out_dtype, parts)
 
     def ragged_dot(
-        self, rows: Operand, matrices: Operand, sizes: Int[Array, " x"], transposed: bool = False
+        self,
+        rows: Operand,
+        matrices: Operand,
+        sizes: Int[Array, " x"],
+        transposed: bool = False,
+        bias: Float[Array, "x o"] | None = None,
     ) -> Float[Array, "n o"]:
         """See `Numbers`."""
-        return Cast(self.dtype).ragged_dot(rows, matrices, sizes, transposed)
+        return Cast(self.dtype).ragged_dot(rows, matrices, sizes, transposed, bias)
 
     def ragged_outer(
         self, rows: Operand, other: Operand, sizes: Int[Array, " x"], out_dtype: DTypeLike

@@ -28,7 +28,7 @@ SIZES = {
 
 
 @NEW
-@pytest.mark.parametrize("product", ["matmul", "transposed", "outer"])
+@pytest.mark.parametrize("product", ["matmul", "with a bias", "transposed", "outer"])
 @pytest.mark.parametrize(
     ("name", "columns", "out"),
     short(1, [(n, *c) for n in SIZES for c in ((128, "bfloat16"), (192, "float32"))]),
@@ -48,8 +48,10 @@ def test_products_are_those_of_float64_and_other_rows_count_for_nothing(product,
             want = reference.outer(*_float64(left, right), sizes)
         else:
             right = draw(len(sizes), *((n, k) if product == "transposed" else (k, n)))
-            got = grouped_matmul(left, right, sizes, transposed=product == "transposed", **options)
-            want = reference.matmul(*_float64(left, right), sizes, transposed=product == "transposed")
+            bias = draw(len(sizes), n).astype("float32") if product == "with a bias" else None
+            got = grouped_matmul(left, right, sizes, bias=bias, transposed=product == "transposed", **options)
+            add = None if bias is None else np.asarray(bias, np.float64)
+            want = reference.matmul(*_float64(left, right), sizes, bias=add, transposed=product == "transposed")
     eps = 2.0**-8 if out == "bfloat16" else 2.0**-20
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=eps, atol=eps * (np.abs(want).max() + 1e-30))
     assert "RACE" not in capsys.readouterr().out
@@ -114,10 +116,10 @@ def test_the_operands_and_the_output_of_every_tile_fit_in_shared_memory():
 
 @NEW
 @pytest.mark.gpu_aot
-@pytest.mark.parametrize("product", examples.PRODUCTS)
-def test_the_kernels_compile_without_spills(product):
+@pytest.mark.parametrize("name", [*(f"qwen3 {p}" for p in examples.PRODUCTS), "gpt-oss forward with a bias"])
+def test_the_kernels_compile_without_spills(name):
     cases = {name: (fn, shapes) for name, fn, shapes in configurations("grouped_matmul", "gpu")}
-    reports, problem = gate_gpu(*cases[f"qwen3 {product}"], "h200")
+    reports, problem = gate_gpu(*cases[name], "h200")
     assert reports and problem is None
 
 

@@ -34,6 +34,33 @@ def test_groups_that_end_anywhere_have_exact_products_and_no_races(capsys):
     assert "RACE" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("implementation", "dtype"), [("mosaic_tpu", "float32"), ("xla", "bfloat16")])
+def test_a_bias_is_added_to_the_rows_of_its_group_and_gets_its_gradient(implementation, dtype):
+    rows, matrices, sizes, dy = cases.arrays("empty, and rows after", dtype, k=256, n=72, m=300)
+    bias = jnp.asarray(np.random.default_rng(1).normal(size=(len(sizes), 72)), jnp.float32)
+
+    def both(bias):
+        y, pull = jax.vjp(lambda b: grouped_matmul(rows, matrices, sizes, bias=b, implementation=implementation), bias)
+        return y, *pull(dy)
+
+    with interpreted(), tiles.trying("grouped_matmul", TILE):  # two tiles of k
+        got, dbias = jax.jit(both)(bias)
+    wide = [np.asarray(a.astype(jnp.float32), np.float64) for a in (rows, matrices, bias, dy)]
+    true = reference.matmul(*wide[:2], sizes, bias=wide[2])
+    assert got.dtype == dtype and not np.asarray(got, np.float32)[sizes.sum() :].any()
+    assert error_of(got, true) <= (2e-6 if dtype == "float32" else 2**-8)
+    each = np.split(wide[3], np.cumsum(sizes))[:-1]
+    assert error_of(dbias, np.stack([part.sum(0) for part in each])) <= 1e-6
+
+
+def test_a_bias_of_another_shape_or_dtype_is_refused():
+    rows, matrices, sizes = jnp.zeros((4, 8)), jnp.zeros((2, 8, 6)), np.array([1, 2])
+    with pytest.raises(KernelError, match=r"bias is float32 \(2, 6\), a row for each group, not float32 \(6,\)"):
+        grouped_matmul(rows, matrices, sizes, bias=jnp.zeros(6))
+    with pytest.raises(KernelError, match="sums of int8 are int32; add the bias after"):
+        grouped_matmul(rows.astype("int8"), matrices.astype("int8"), sizes, bias=jnp.zeros((2, 6)))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("feature", cases.SIZES)

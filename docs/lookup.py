@@ -31,6 +31,7 @@ RULES = {
     "zero2": "Gradients and optimizer state over `data` and `fsdp` together, parameters over neither. Same as `zero1`.",
     "hierarchical": "Parameters over `fsdp`; gradients and optimizer state over `fsdp` and `data`, so that only the "
     "update crosses `data`, the slow axis.",
+    "three_level": "As `hierarchical`, with optimizer state over `replica`, too.",
     "fsdp": "Parameters, gradients and optimizer state over `fsdp` (FSDP, ZeRO-3).",
     "tensor": "Heads, hidden widths and the vocabulary over `tensor` (Megatron-LM).",
     "fsdp_tensor": "The default: `fsdp` and `tensor` together; a mesh axis of size 1 changes nothing.",

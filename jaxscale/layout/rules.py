@@ -126,6 +126,11 @@ def _hierarchical() -> Rules:
     return Rules(params={**rest, **_FSDP}, grads={**rest, **_NESTED}, activations=_USED)
 
 
+def _three_level() -> Rules:
+    two = _hierarchical()
+    return dataclasses.replace(two, opt_state={**two.grads, **dict.fromkeys(_WIDTHS, ("fsdp", "data", "replica"))})
+
+
 def _fsdp() -> Rules:
     return Rules(params={**_FSDP, **_ENDS, **_EXPERT}, activations={**_BATCH, **_ENDS, "experts": "expert"})
 
@@ -149,6 +154,7 @@ PRESETS: dict[str, Callable[[], Rules]] = {
     "zero1": _zero1,
     "zero2": _zero1,
     "hierarchical": _hierarchical,
+    "three_level": _three_level,
     "fsdp": _fsdp,
     "tensor": _tensor,
     "fsdp_tensor": _fsdp_tensor,
@@ -163,6 +169,8 @@ PRESETS: dict[str, Callable[[], Rules]] = {
   step. Both combine with `tensor`, `expert` and `pipeline`.
 - `hierarchical`: parameters over `fsdp` (the fast axis), gradients and optimizer state over `fsdp` and `data`, so that
   only the update crosses the slow axis (Xu et al. 2025, low-bandwidth partitioning).
+- `three_level`: `hierarchical`, with optimizer state over `replica`, too: parameters, gradients and states are each
+  sharded over one more axis than the ones before. Not for algorithms whose replicas differ.
 - `fsdp`: parameters, gradients and optimizer state over `fsdp` (ZeRO-3; hybrid when `data` > 1).
 - `tensor`: Megatron-LM.
 - `fsdp_tensor`, the default: `fsdp` and `tensor`; a mesh axis of size 1 changes nothing.

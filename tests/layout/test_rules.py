@@ -32,6 +32,13 @@ NESTED = {
     TABLE: P("tensor", INNER),
     NORM: P(None, INNER),
 }
+THREE = ("fsdp", "data", "replica")
+OVER_THREE = {
+    QUERY: P(None, THREE, "tensor", None),
+    DOWN: P(None, "tensor", THREE),
+    TABLE: P("tensor", THREE),
+    NORM: P(None, THREE),
+}
 OVER_FSDP = {QUERY: P(None, "fsdp", None, None), DOWN: P(None, None, "fsdp"), TABLE: P(None, "fsdp"), NORM: WHOLE[NORM]}
 OVER_TENSOR = {
     QUERY: P(None, None, "tensor", None),
@@ -52,6 +59,7 @@ SPLITS = {
     "zero1": (OVER_TENSOR, OVER_ALL, OVER_ALL),
     "zero2": (OVER_TENSOR, OVER_ALL, OVER_ALL),
     "hierarchical": (OVER_BOTH, NESTED, NESTED),
+    "three_level": (OVER_BOTH, NESTED, NESTED),  # without `replica`
     "fsdp": (OVER_FSDP, OVER_FSDP, OVER_FSDP),
     "tensor": (OVER_TENSOR, OVER_TENSOR, OVER_TENSOR),
     "fsdp_tensor": (OVER_BOTH, OVER_BOTH, OVER_BOTH),
@@ -69,6 +77,12 @@ def test_each_preset_splits_what_its_name_promises(name):
     for kind, expected in zip(("params", "grads", "opt_state"), SPLITS[name], strict=True):
         for axes, spec in expected.items():
             assert layout.spec(axes, kind=kind) == spec, (kind, axes)
+
+
+def test_three_levels_split_states_over_replicas():
+    layout = Layout("replica=2," + MESH, "three_level")
+    for kind, expected in (("params", OVER_BOTH), ("grads", NESTED), ("opt_state", OVER_THREE)):
+        assert {axes: layout.spec(axes, kind=kind) for axes in expected} == expected
 
 
 @pytest.mark.parametrize("name", SPLITS)

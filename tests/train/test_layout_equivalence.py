@@ -49,6 +49,7 @@ LAYOUTS = [
     Layout("data=2,fsdp=4", "zero1"),
     Layout("data=2,fsdp=2,tensor=2", "zero2"),
     Layout("data=2,fsdp=2,tensor=2", "hierarchical"),
+    Layout("replica=2,data=2,fsdp=2", "three_level"),
     Layout("data=2,fsdp=4", "fsdp"),
     Layout("data=2,tensor=4", "folded"),
 ]

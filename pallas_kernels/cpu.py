@@ -17,4 +17,5 @@ def avoid_fault() -> None:
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if FLAG not in flags and importlib.metadata.version("jaxlib") == "0.10.2":
-        os.environ["XLA_FLAGS"] = f"{flags} {FLAG}=individual_dot,individual_convolution".strip()
+        # first, since XLA ignores all that is behind a word without dashes ("intra_op_parallelism_threads=1")
+        os.environ["XLA_FLAGS"] = f"{FLAG}=individual_dot,individual_convolution {flags}".strip()

@@ -148,8 +148,8 @@ def _inverses(lower: Array) -> Array:
 def _decayed(mul: Callable[[Array, Array], Array], x: Array, y: Array, total: Array, sees: Array) -> Array:
     """Sum `x[i] y[j] exp(total[i] - total[j])` over channels where `sees`, (..., rows, rows); else zero.
 
-    By channels, the exponent is not a product's: within blocks of rows it is computed for each pair of tokens; between
-    blocks it is split at the end of the block before the row's, so that neither part is above 0.
+    By channels, the exponent is not a product's; it is split at a token between the two, so that neither part is above
+    0: for pairs in different blocks of rows at the end of the block before the row's, for others see `_within`.
     """
     *leading, size, channels = x.shape
     if total.shape[-1] == 1:
@@ -161,15 +161,33 @@ def _decayed(mul: Callable[[Array, Array], Array], x: Array, y: Array, total: Ar
         return a.reshape(*leading, many, block, channels)
 
     rows, columns, exponents = cut(x), cut(y), cut(total)
-    mine = jnp.arange(size).reshape(many, block)
-    seen = jnp.broadcast_to(sees, (*sees.shape[:-2], size, size))
-    within = jnp.stack([seen[..., at[:, None], at] for at in mine], -3)
-    near = jnp.where(within[..., None], exponents[..., :, None, :] - exponents[..., None, :, :], FAR)
-    near = jnp.sum(rows[..., :, None, :] * columns[..., None, :, :] * jnp.exp(near), -1)
+    near = _within(rows, columns, exponents)
     split = jnp.pad(exponents[..., :-1, -1:, :], [(0, 0)] * len(leading) + [(1, 0), (0, 0), (0, 0)])
     until = y[..., None, :, :] * jnp.exp(jnp.minimum(split - total[..., None, :, :], 0))
     far = mul(rows * jnp.exp(exponents - split), jnp.swapaxes(until, -1, -2))
     far = far.reshape(*leading, size, size)
     # A choice, not a sum of products with 0 and 1: on a CPU, jaxlib 0.10.2 writes out of bounds for those (YNNPACK).
     wide = jnp.broadcast_to(near[..., None, :], (*leading, many, block, many, block)).reshape(far.shape)
-    return jnp.where(sees, jnp.where(jnp.arange(size) < mine[:, :1].repeat(block, 0), far, wide), 0)
+    begins = jnp.arange(size)[:, None] // block * block
+    return jnp.where(sees, jnp.where(jnp.arange(size) < begins, far, wide), 0)
+
+
+def _within(x: Array, y: Array, total: Array) -> Array:
+    """Sum `x[i] y[j] exp(total[i] - total[j])` over channels where j <= i, (..., C, C), C a power of two; else zero.
+
+    Of twice as many tokens it is two such matrices and the second half's rows times the first half's columns, whose
+    exponents are split at the first half's end: log2(C) exponentials for each number, where all pairs have C.
+    """
+    *leading, size, channels = x.shape
+    scores, half = jnp.sum(x * y, -1)[..., None, None], 1
+    while half < size:
+        (_, late), (early, _), (first, second) = (
+            jnp.moveaxis(a.reshape(*leading, -1, 2, half, channels), -3, 0) for a in (x, y, total)
+        )
+        split = first[..., -1:, :]
+        below = (late * jnp.exp(second - split)) @ jnp.swapaxes(early * jnp.exp(split - first), -1, -2)
+        first, second = scores[..., 0::2, :, :], scores[..., 1::2, :, :]
+        above = jnp.concatenate([first, jnp.zeros_like(first)], -1)
+        scores = jnp.concatenate([above, jnp.concatenate([below, second], -1)], -2)
+        half *= 2
+    return scores[..., 0, :, :]

@@ -1,9 +1,11 @@
 """What generation keeps of a sequence, and FLOPs of a token, by length: attention, recurrent mixers and hybrids.
 
     python experiments/sequence_mixers/sizes.py
+    python experiments/sequence_mixers/sizes.py "window of 1024"      # this model alone; the file keeps its other rows
 
 Compiles the program that makes a cache, for up to a million tokens, and traces forward passes of up to 128k tokens; no
-array is made. Writes sizes.json beside this file and prints the README's tables. Takes about five minutes.
+array is made. Models with windows are measured twice: all tokens stored, and windows in rings. Writes sizes.json beside
+this file and prints the README's tables. Takes about five minutes.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import datetime
 import json
 import pathlib
+import sys
 from typing import Any
 
 import jax
@@ -43,6 +46,8 @@ SIZES: dict[str, Any] = dict(
     vocab=32000, width=2048, heads=16, head_dim=128, hidden=5504, depth=24, attention=flash_attention,
     param_dtype="bfloat16", dtype="bfloat16",
 )  # fmt: skip
+RING = 128
+"""Tokens that a ring stores besides its window."""
 ATTENTION, WINDOW = BlockConfig(), BlockConfig(window=1024)
 
 
@@ -66,11 +71,11 @@ def stacks() -> dict[str, tuple[BlockConfig, ...]]:
     }
 
 
-def cache_of(config: TransformerConfig, length: int) -> int:
+def cache_of(config: TransformerConfig, length: int, ring: int | None) -> int:
     """Return the bytes that the compiled program of an empty cache for one sequence returns."""
     graphdef, infos = describe_model(config)
     model = nnx.merge(graphdef, infos)
-    made = jax.jit(lambda: init_cache(model, Contiguous(), 1, 1, length)).lower().compile()
+    made = jax.jit(lambda: init_cache(model, Contiguous(ring=ring), 1, 1, length)).lower().compile()
     return int(made.memory_analysis().output_size_in_bytes)
 
 
@@ -84,31 +89,38 @@ def flops(config: TransformerConfig, length: int) -> int:
         return of_jaxpr(traced, platform="tpu").total
 
 
-def main() -> None:
-    """Measure every model at every length and print the tables."""
+def main(*only: str) -> None:
+    """Measure every model, or those named, at every length and print the tables."""
+    file = pathlib.Path(__file__).parent / "sizes.json"
+    stored = {row["name"]: row for row in json.loads(file.read_text())["rows"]} if only else {}
     rows = []
     for name, blocks in stacks().items():
+        rings = {name: None} | ({f"{name}, in rings": RING} if WINDOW in blocks else {})
+        if only and name not in only:
+            rows += [stored[n] for n in rings if n in stored]
+            continue
         narrow = {"heads": 8, "kv_heads": 2} if isinstance(blocks[0].mixer, CCA) else {}
         config = TransformerConfig(blocks=blocks, **SIZES | narrow)
-        rows.append(
-            {
-                "name": name,
-                "parameters": config.param_count(),
-                "cache_bytes": {n: cache_of(config, n) for n in CACHES},
-                "flops_a_token": {n: flops(config, n) / n for n in FORWARD},
-            }
-        )
-        print(rows[-1], flush=True)
+        computed = {n: flops(config, n) / n for n in FORWARD}
+        for title, ring in rings.items():
+            rows.append(
+                {
+                    "name": title,
+                    "parameters": config.param_count(),
+                    "cache_bytes": {n: cache_of(config, n, ring) for n in CACHES},
+                    "flops_a_token": computed,
+                }
+            )
+            print(rows[-1], flush=True)
     about = {"date": datetime.date.today().isoformat(), "jax": jax.__version__, "jaxscale": js.__version__}
-    file = pathlib.Path(__file__).parent / "sizes.json"
     file.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     for what, lengths, unit, by in (("cache_bytes", CACHES, "MiB", 2**20), ("flops_a_token", FORWARD, "GFLOP", 1e9)):
         print(f"\n| {unit} | parameters | " + " | ".join(f"{n:,}" for n in lengths) + " |")
         print("|---" * (2 + len(lengths)) + "|")
         for row in rows:
-            cells = " | ".join(f"{row[what][n] / by:,.2f}" for n in lengths)
+            cells = " | ".join(f"{x / by:,.2f}" for x in row[what].values())
             print(f"| {row['name']} | {row['parameters'] / 1e9:.2f} G | {cells} |")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

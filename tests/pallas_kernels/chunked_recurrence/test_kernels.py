@@ -21,6 +21,7 @@ from pallas_kernels.dispatch import KernelError, interpreted, on_device
 from pallas_kernels.gate import TPUS, configurations
 from tests.pallas_kernels.chunked_recurrence.cases import FEATURES, everything, make, program, truth
 
+BOTH = ("xla", "mosaic_tpu")
 GATE = {name: (fn, shapes) for name, fn, shapes in configurations("chunked_recurrence", "tpu")}
 
 
@@ -58,6 +59,23 @@ def test_xlas_form_is_as_exact_in_bfloat16(decay, delta):
 def test_strong_decays_by_channels_stay_exact():
     inputs, cotangents = make("channels", True, "float32", rate=8.0)
     f = lambda x: chunked_recurrence(*x, chunk=32, implementation="mosaic_tpu")  # noqa: E731
+    with interpreted():
+        got = jax.jit(lambda *a: everything(f, *a))(inputs, cotangents)
+    for ours, right in zip(got, truth(inputs, cotangents), strict=True):
+        assert error_of(ours, right) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("delta", "implementation"), [(False, "xla"), *(pytest.param(True, x, marks=pytest.mark.long) for x in BOTH)]
+)
+def test_channels_without_decay_beside_strong_ones_have_the_whole_gradient(delta, implementation):
+    inputs, cotangents = make("channels", delta, "float32", rate=8.0, size=(2, 36, 1, 4, 4))
+    kind = np.random.default_rng(1).random(inputs.log_decay.shape)
+    decays = np.where(kind < 0.6, 0, np.where(kind < 0.7, -np.inf, inputs.log_decay))
+    inputs = inputs._replace(log_decay=jnp.asarray(decays, jnp.float32))
+    if delta:
+        inputs = inputs._replace(beta=jnp.round(inputs.beta))
+    f = lambda x: chunked_recurrence(*x, chunk=32, implementation=implementation)  # noqa: E731
     with interpreted():
         got = jax.jit(lambda *a: everything(f, *a))(inputs, cotangents)
     for ours, right in zip(got, truth(inputs, cotangents), strict=True):

@@ -13,11 +13,15 @@ from flax import nnx
 
 import jaxscale as js
 from jaxscale.convert.attention import change_attention
+from jaxscale.convert.quantize import quantize
+from jaxscale.convert.recipes import RoundToNearest
 from jaxscale.errors import ConfigError
 from jaxscale.models import BlockConfig, TransformerConfig
 from jaxscale.nn import DSA, Context, MultiHead, MultiHeadLatent
 from jaxscale.plan import plan_for
 from jaxscale.plan.flops import count
+from jaxscale.step.state import describe_model
+from jaxscale.step.stored import as_arrays, is_weight
 from jaxscale.testing import check_mixer, compare_layouts
 from tests.truth.layouts import QUICKLY
 from tests.truth.paged_texts import in_sharded_pages
@@ -150,6 +154,21 @@ def test_a_run_is_resumed_bit_for_bit_and_planned(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, parts.params(), whole.params())
     config = dataclasses.replace(whole.config, layout=js.Layout("fsdp=2,tensor=2"))
     assert plan_for(config, "h100:4", compile="never").step.compute > 0
+
+
+@pytest.mark.long
+def test_quantised_it_equals_a_model_of_the_rounded_matrices(tmp_path):
+    z = dataclasses.replace(SMALL, kv_rank=8, q_rank=8, value_dim=4, index_heads=2)
+    whole = js.fit(run=tmp_path / "whole", steps=1, **dict(RUN, model=Model(attention_layer=z)))
+    run = quantize(whole, tmp_path / "few", RoundToNearest(bits=8, group=4), say=lambda _: None)
+    graphdef, infos = describe_model(run.config.model)
+    weights, tokens = run.weights(), np.random.default_rng(0).integers(0, 32, (1, 12), dtype=np.int32)
+    assert is_weight(weights["runs"][0]["blocks"][0]["attn"]["indexer"]["q"]["kernel"])
+    stored, rounded = (nnx.merge(graphdef, x) for x in (weights, as_arrays(weights, infos)))
+    # Against the matrices before rounding, a query may select another token, which changes its logits by much.
+    want = jax.jit(rounded.hidden)(tokens)
+    np.testing.assert_allclose(jax.jit(stored.hidden)(tokens), want, atol=1e-5)
+    np.testing.assert_allclose(in_sharded_pages(stored, tokens, None), want, atol=1e-5)
 
 
 def test_traced_flops_are_those_that_the_mixer_counts():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import functools
 import json
 import re
 import signal
@@ -19,7 +21,7 @@ import jaxscale as js
 from jaxscale.data.chat import ChatTemplate
 from jaxscale.infer.loaded import load_model
 from jaxscale.infer.serve import Limits, Server, engine_of, served_by
-from tests.truth.runs import start
+from tests.truth.runs import start, transformer, write_text
 
 openai = pytest.importorskip("openai")
 
@@ -252,14 +254,25 @@ def test_another_model_is_refused(client):
 SERVE = "import sys; from jaxscale.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
+@contextlib.contextmanager
+def commanded(run, folder, *options):
+    """Serve a run by the command; yield its process, and the URL of the server."""
+    sizes = ["--budget", "16", "--page", "8", "--length", str(LENGTH)]
+    process = start(SERVE, ["serve", str(run.path), "--port", "0", *sizes, *options], folder)
+    try:
+        line = process.stdout.readline()
+        yield (
+            process,
+            re.search(r"http://\S+", line)[0] if "http" in line else pytest.fail(line + process.stderr.read()),
+        )
+    finally:
+        process.kill()
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("interruptible")
 def test_the_command_serves_and_ends_what_runs_when_told_to_stop(stored, tmp_path):
-    sizes = ["--rows", "2", "--budget", "16", "--page", "8", "--length", str(LENGTH)]
-    process = start(SERVE, ["serve", str(stored.path), "--port", "0", *sizes], tmp_path)
-    try:
-        line = process.stdout.readline()
-        url = re.search(r"http://\S+", line)[0] if "http" in line else pytest.fail(line + process.stderr.read())
+    with commanded(stored, tmp_path, "--rows", "2") as (process, url):
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
             stream = client.completions.create(
                 model=stored.path.name, prompt="", max_tokens=31, n=8, seed=1, stream=True
@@ -270,12 +283,33 @@ def test_the_command_serves_and_ends_what_runs_when_told_to_stop(stored, tmp_pat
         ends = [c.finish_reason for part in parts for c in part.choices if c.finish_reason]
         assert len(ends) == 8 and set(ends) <= {"stop", "length"}
         assert process.wait(30) == 0
-    finally:
-        process.kill()
-        out, err = process.communicate()
+    out, err = process.communicate()
     steps = [int(of) for _, of in re.findall(r"compiling program (\d+) of (\d+)", err)]
     assert steps and len(steps) == steps[0]
     assert "POST" not in err or json.dumps("def ") not in err
+
+
+@pytest.mark.long
+def test_the_models_own_modules_draft_for_the_command_and_change_no_greedy_answer(tmp_path):
+    model = js.models.Transformer.Config(depth=1, width=32, heads=2, hidden=64, multi_token=1)
+    run = js.fit(
+        transformer(write_text(tmp_path / "text"), model=model, layout=None, objective=js.step.NextTokens(), steps=40),
+        run=tmp_path / "run",
+        quiet=True,
+    )
+    answers, drafted = [], []
+    for options in ([], ["--draft", "mtp", "--draft-tokens", "2"]):
+        with commanded(run, tmp_path, "--rows", "1", *options) as (_, url):
+            with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+                ask = functools.partial(client.completions.create, model="run", max_tokens=16, temperature=0)
+                whole = [ask(prompt=p).choices[0] for p in ("def ", "", "  return")]
+                parts = [list(ask(prompt=p, stream=True)) for p in ("def ", "", "  return")]
+            assert ["".join(part.choices[0].text for part in of) for of in parts] == [c.text for c in whole]
+            metrics = urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=10).read().decode()
+        answers.append([(c.text, c.finish_reason) for c in whole])
+        drafted.append(float(re.search(r"^jaxscale_draft_tokens_accepted_total (\S+)$", metrics, re.MULTILINE)[1]))
+    assert answers[0] == answers[1]
+    assert drafted[0] == 0 < drafted[1]
 
 
 @pytest.mark.parametrize("way", ["draft", pytest.param("layers", marks=pytest.mark.long)])

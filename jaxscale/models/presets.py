@@ -175,7 +175,10 @@ def qwen3(**changes: Any) -> TransformerConfig:
 
 @register
 def qwen3_next_80b(**changes: Any) -> TransformerConfig:
-    """Qwen3-Next 80B-A3B (Qwen Team 2025): three layers of Gated DeltaNet for each of gated attention, 512 experts."""
+    """Qwen3-Next 80B-A3B (Qwen Team 2025): three layers of Gated DeltaNet for each of gated attention, 512 experts.
+
+    `multi_token = 1` adds its module of multi-token prediction.
+    """
     delta = BlockConfig(GatedDeltaNet(heads=32, key_heads=16, key_dim=128, value_dim=128))
     experts = SoftmaxRouter(normalized=True)
     config = TransformerConfig(
@@ -330,7 +333,7 @@ def deepseek_v2_lite(**changes: Any) -> TransformerConfig:
 
 @register
 def deepseek_v3(**changes: Any) -> TransformerConfig:
-    """DeepSeek-V3, 671B parameters (Liu et al. 2024), without multi-token prediction."""
+    """DeepSeek-V3, 671B parameters (Liu et al. 2024); `multi_token = 1` adds its module of 11.6B more."""
     config = TransformerConfig(
         depth=61,
         vocab=129280,
@@ -374,7 +377,7 @@ def _glm4_5(depth: int, width: int, hidden: int, experts: MixtureOfExperts, dens
 
 @register
 def glm4_5(**changes: Any) -> TransformerConfig:
-    """GLM-4.5 355B-A32B (Zeng et al. 2025), without multi-token prediction: rotary on half of each head."""
+    """GLM-4.5 355B-A32B (Zeng et al. 2025): rotary on half of each head; `multi_token = 1` adds its module."""
     experts = MixtureOfExperts(160, 8, hidden=1536, router=SigmoidRouter(scale=2.5), shared=1)
     config = dataclasses.replace(_glm4_5(92, 5120, 12288, experts, 3), qk_norm=True)
     return _changed(config, "glm4_5", changes)
@@ -382,7 +385,7 @@ def glm4_5(**changes: Any) -> TransformerConfig:
 
 @register
 def glm4_5_air(**changes: Any) -> TransformerConfig:
-    """GLM-4.5-Air 106B-A12B (Zeng et al. 2025), without multi-token prediction."""
+    """GLM-4.5-Air 106B-A12B (Zeng et al. 2025); `multi_token = 1` adds its module of multi-token prediction."""
     experts = MixtureOfExperts(128, 8, hidden=1408, router=SigmoidRouter(), shared=1)
     return _changed(_glm4_5(46, 4096, 10944, experts, 1), "glm4_5_air", changes)
 

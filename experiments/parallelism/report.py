@@ -22,9 +22,9 @@ FIELDS = {"params": "parameters", "opt_state": "optimizer state", "temporaries":
 
 def by_axis(row: dict[str, Any]) -> dict[str, int]:
     """Return mesh axes -> bytes that a device sends along them in a step."""
-    bubble: dict[str, int] = defaultdict(int)
+    sums: dict[str, int] = defaultdict(int)
     for c in row["collectives"]:
-        bubble[" x ".join(c["axes"])] += c["sent"]
+        sums[" x ".join(c["axes"])] += c["sent"]
     return dict(sums)
 
 

@@ -118,10 +118,10 @@ def test_a_stack_with_states_that_are_matrices_generates_what_passes_over_whole_
 def test_tokens_that_an_indexer_selects_are_those_of_a_pass_over_the_whole_text(mesh):
     sparse = DSA(kv_rank=8, q_rank=8, plain_dim=8, rotary_dim=4, value_dim=8, index_heads=4, index_dim=8, top_k=5)
     config = dataclasses.replace(MIXED, depth=2, blocks=(), kv_heads=None, head_dim=None, attention_layer=sparse)
-    requests, cache = list(_requests(14)), Paged(page=2, pages=14)
+    requests, cache = list(requests_of(14)), Paged(page=2, pages=14)
     layout = None if mesh is None else Layout(mesh)
-    engine = Engine(Cached(*_model(mesh, config), layout=layout, cache=cache, rows=4, length=LENGTH, budget=16))
-    assert _served(engine, requests) == _greedy(requests, config)
+    engine = Engine(Cached(*model_of(mesh, config), layout=layout, cache=cache, rows=4, length=LENGTH, budget=16))
+    assert served(engine, requests) == greedy(requests, config)
     assert engine.stats.shared > 0
     assert mesh is not None or engine.stats.preemptions > 0
 

@@ -267,6 +267,7 @@ def commanded(run, folder, *options):
         )
     finally:
         process.kill()
+        process.wait()
 
 
 @pytest.mark.long

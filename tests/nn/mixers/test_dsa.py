@@ -120,6 +120,13 @@ def test_layouts_train_alike_in_packed_rows():
 
 
 @pytest.mark.long
+def test_modules_for_further_tokens_train_alike_on_layouts():
+    further = Model(multi_token=1), Model(multi_token=1, attention=js.nn.RingAttention())
+    for config, mesh in zip(further, ("fsdp=2,tensor=4", "data=2,tensor=2,context=2"), strict=True):
+        compare_layouts(config, [js.Layout(mesh)], objective=js.step.NextTokens()).check()
+
+
+@pytest.mark.long
 def test_a_latent_run_is_continued_as_deepseek_v32_was(tmp_path):
     z = dataclasses.replace(SMALL, dense=True)
     latent = MultiHeadLatent(*(getattr(z, f.name) for f in dataclasses.fields(MultiHeadLatent)))

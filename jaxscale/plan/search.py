@@ -169,11 +169,7 @@ def search(
         method = e.why
         if loads is not None:
             raise ConfigError(f"{e.why}; loads of experts change the formulas only, so leave loads out") from None
-    if target.slices > 1 and config.layout.across is None:  # type: ignore[union-attr]
-        raise LayoutError(
-            f"{target.name} has {target.slices} slices: name the mesh axis that spans them, as Layout.across = 'data'"
-        )
-    every = list(_counted(candidates(config, target.devices, space or Space()), tell))
+    every = list(_counted(candidates(config, target.devices, space or Space(), target.slices), tell))
     allowed, refusal = _trainable(every)
     if every and not allowed:
         assert refusal is not None

@@ -15,6 +15,9 @@ from jaxscale.optim import check_state
 from jaxscale.plan.memory import held_bytes
 from jaxscale.step import TrainConfig, blueprint_of
 
+OVER_SLICES = ("pipeline", "data", "fsdp")
+"""Mesh axes that a search tries over slices. The others send in every layer, and are searched where they are named."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Space:
@@ -78,13 +81,14 @@ def meshes(devices: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
             yield {axes[0]: size, **rest}
 
 
-def candidates(config: TrainConfig, devices: int, space: Space) -> Iterator[Candidate]:
+def candidates(config: TrainConfig, devices: int, space: Space, slices: int = 1) -> Iterator[Candidate]:
     """Yield the candidates of a space that can be laid out, with the run's own batch, rules and sequence.
 
     Args:
       config: the run's settings.
       devices: number of devices of the meshes.
       space: the space.
+      slices: number of TPU slices that the devices are of; without `Layout.across`, each of `OVER_SLICES` is a choice.
     """
     models: dict[str, Any] = {} if hasattr(config.model, "memory") else {"its own": config.model}
     for name in space.policies if not models else ():
@@ -93,7 +97,7 @@ def candidates(config: TrainConfig, devices: int, space: Space) -> Iterator[Cand
     blueprint, _ = blueprint_of(config)
     infos = blueprint.algorithm.infos(blueprint)
     for sizes in meshes(devices, space.axes or axes_of(config)):
-        for layout in _layouts(config, sizes) if sizes.get("pipeline", 1) <= space.stages else ():
+        for layout in _layouts(config, sizes, slices) if sizes.get("pipeline", 1) <= space.stages else ():
             try:
                 check_state(blueprint.tx, blueprint.infos, layout)
                 state, gradients, _ = held_bytes(blueprint, infos, layout)
@@ -107,15 +111,16 @@ def candidates(config: TrainConfig, devices: int, space: Space) -> Iterator[Cand
                     yield Candidate(changed, name, state + gradients)
 
 
-def _layouts(config: TrainConfig, sizes: dict[str, int]) -> Iterator[Layout]:
+def _layouts(config: TrainConfig, sizes: dict[str, int], slices: int) -> Iterator[Layout]:
     assert config.layout is not None
     mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "data=1"
-    layout = dataclasses.replace(config.layout.specification, mesh=mesh, pipeline=None)
-    if sizes.get("tensor", 1) == 1 or not isinstance(layout.rules, str):
-        yield layout
-        return
-    for sharded in (False, True):
-        yield dataclasses.replace(layout, sequence_sharded=sharded)
+    named = config.layout.across
+    over = [axis for axis in (OVER_SLICES if named is None else (named,)) if sizes.get(axis, 1) % slices == 0]
+    for across in over if slices > 1 else [named]:
+        layout = dataclasses.replace(config.layout.specification, mesh=mesh, pipeline=None, across=across)
+        cut = sizes.get("tensor", 1) > 1 and isinstance(layout.rules, str)
+        for sharded in (False, True) if cut else (layout.sequence_sharded,):
+            yield dataclasses.replace(layout, sequence_sharded=sharded)
 
 
 def _batches(config: TrainConfig, layout: Layout, space: Space) -> Iterator[tuple[int, str | None]]:

@@ -127,8 +127,8 @@ def _hierarchical() -> Rules:
 
 
 def _three_level() -> Rules:
-    two = _hierarchical()
-    return dataclasses.replace(two, opt_state={**two.grads, **dict.fromkeys(_WIDTHS, ("fsdp", "data", "replica"))})
+    state: dict[str, Target] = dict.fromkeys(_WIDTHS, ("fsdp", "data", "replica"))
+    return dataclasses.replace(_hierarchical(), opt_state={**_TENSOR, **_EXPERT, **state})
 
 
 def _fsdp() -> Rules:

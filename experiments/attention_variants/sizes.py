@@ -48,10 +48,10 @@ def models() -> dict[str, TransformerConfig]:
     return {name: TransformerConfig(**SIZES | change) for name, change in changes.items()}
 
 
-def bytes_of(config: TransformerConfig, length: int) -> int:
-    """Return the bytes that generation stores of one sequence."""
+def bytes_of(config: TransformerConfig, length: int, ring: int | None = None) -> int:
+    """Return the bytes that generation stores of one sequence; with `ring`, of windows so many tokens more alone."""
     graphdef, infos = describe_model(config)
-    return cache_bytes(nnx.merge(graphdef, infos), Contiguous(), 1, 1, length)
+    return cache_bytes(nnx.merge(graphdef, infos), Contiguous(ring=ring), 1, 1, length)
 
 
 def mixing(config: TransformerConfig, length: int) -> float:
@@ -102,7 +102,10 @@ def main() -> None:
     rows = []
     for name, config in models().items():
         stored, flops = ({n: of(config, n) for n in LENGTHS} for of in (bytes_of, mixing))
-        rows.append({"model": name, "parameters": config.param_count(), "bytes": stored, "mixing_flops_a_token": flops})
+        row = {"model": name, "parameters": config.param_count(), "bytes": stored, "mixing_flops_a_token": flops}
+        rows.append(row)
+        if any(spec.window for spec in config.layer_specs()):
+            rows.append(row | {"model": f"{name}, in rings", "bytes": {n: bytes_of(config, n, 128) for n in LENGTHS}})
     results = {"models": rows, "soft": soft()}
     file = pathlib.Path(__file__).parent / "sizes.json"
     file.write_text(json.dumps(results, indent=1) + "\n")

@@ -7,7 +7,8 @@ only products with the state are serial (`gpu_forward`, and `gpu_backward` for t
 Counted for the delta rule, 16384 tokens of 16 heads of 128 x 128: 4096 blocks prepare, 32 walk over 256 chunks each;
 0.74 GB are read and written (0.22 ms on an H100), 120 GFLOP multiplied. At 8 us a block, two on a multiprocessor, and
 1.1 us a step, that is predicted to take 0.13 + 0.28 ms; with 32 heads 0.25 + 0.28 ms; with 128, which need the walk's
-multiprocessors twice, 1.0 + 0.6 ms, or the 1.8 ms of 5.9 GB. None of these times has been measured.
+multiprocessors twice, 1.0 + 0.6 ms, or the 1.8 ms of 5.9 GB. With decay by channels (`gpu_channels`) 1.0 GB and 236
+GFLOP; a block prepares for 20 us, one on a multiprocessor: 0.63 + 0.28 ms. None of these times has been measured.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from jax import lax
 from pallas_kernels.aot import SHARED_MEMORY
 from pallas_kernels.chunked_recurrence import examples
 from pallas_kernels.chunked_recurrence.gpu_backward import gradients, shared_memory, walk_back
+from pallas_kernels.chunked_recurrence.gpu_channels import channel_gradients, channels_memory
 from pallas_kernels.chunked_recurrence.gpu_forward import walk
 from pallas_kernels.chunked_recurrence.gpu_prepare import prepare
-from pallas_kernels.chunked_recurrence.gpu_tiles import BETA, SIDE, vectors
+from pallas_kernels.chunked_recurrence.gpu_tiles import BETA, SIDE, terms, vectors
 from pallas_kernels.chunked_recurrence.inputs import Facts, Inputs
 from pallas_kernels.dispatch import HOPPER, Target, hopper
 
@@ -39,8 +41,11 @@ def supported(target: Target, *, facts: Facts, direction: str) -> str | None:
         return why
     if facts.dtype != "bfloat16":
         return f"a kernel for GPUs multiplies bfloat16, and products of {facts.dtype} are left to XLA"
-    if facts.decay == "channels":
-        return "decay by channels is left to XLA"
+    if facts.key > WIDEST:
+        return (
+            f"keys of width {facts.key} are left to XLA: a kernel for GPUs has a head's state in registers, and that "
+            f"of keys wider than {WIDEST} does not fit"
+        )
     if facts.key not in (SIDE, WIDEST) or facts.value % SIDE or not facts.value:
         return (
             f"a kernel for GPUs takes keys of width {SIDE} or {WIDEST} and values of a multiple of {SIDE}, not "
@@ -48,7 +53,8 @@ def supported(target: Target, *, facts: Facts, direction: str) -> str | None:
         )
     if facts.chunk not in (None, SIDE):
         return f"a kernel for GPUs has chunks of {SIDE} tokens, not {facts.chunk}"
-    if direction == "backward" and shared_memory(facts.key, facts.value, facts.delta) > SHARED_MEMORY:
+    needs = channels_memory(facts.value, facts.delta) if facts.decay == "channels" else None
+    if direction == "backward" and (needs or shared_memory(facts.key, facts.value, facts.delta)) > SHARED_MEMORY:
         return f"gradients of keys of width {facts.key} and values of {facts.value} do not fit in shared memory"
     return None if facts.seq and facts.batch else "there are no tokens"
 
@@ -69,16 +75,26 @@ def run(target: Target, inputs: Inputs, *cotangents: jax.Array, facts: Facts, di
     first = () if initial is None else (initial,)
     q, k, v = map(padded, inputs[:3])
     lines = vectors(inputs, facts, chunks)
-    prepared = prepare(target, q, k, v, lines, delta=facts.delta, save=direction == "backward")
+    decays: tuple[jax.Array, ...] = ()
+    if log_decay is not None and facts.decay == "channels":
+        decays = tuple(map(padded, terms(log_decay)))
+    prepared = prepare(target, q, k, v, lines, decays, delta=facts.delta, save=direction == "backward")
     if direction == "forward":
         dtype = jnp.bfloat16 if inputs.v.dtype == jnp.bfloat16 else jnp.float32
-        out, last = walk(target, q, k, prepared, lines, first, dtype=dtype)
+        out, last = walk(target, prepared, lines, first, dtype=dtype)
         return out[:, : facts.seq].astype(inputs.v.dtype), last
     dout, dlast = padded(cotangents[0]), cotangents[1]
-    *new, states = walk(target, q, k, prepared, lines, first, dtype=jnp.bfloat16, save=True)
-    dnew, dstates, dfirst = walk_back(target, q, k, dout, prepared, lines, dlast)
+    *new, states = walk(target, prepared, lines, first, dtype=jnp.bfloat16, save=True)
+    dnew, dstates, dfirst = walk_back(target, dout, prepared, lines, dlast)
     through = () if prepared.solved is None else (prepared.solved, dnew)
-    dq, dk, dlines, *of_v = gradients(target, q, k, *(new or [v]), dout, states, dstates, lines, *through)
+    chunk = (q, k, new[0] if new else v, dout, states, dstates, lines)
+    if decays:
+        dq, dk, ddecay, *of_v = channel_gradients(target, *chunk, decays, *through)
+        ddecay = ddecay[:, : facts.seq]
+    else:
+        dq, dk, dlines, *of_v = gradients(target, *chunk, *through)
+        ddecay = dlines[..., 0, :].at[..., -1].add(jnp.sum(dlines[..., 1, :], -1))
+        ddecay = row(lax.cumsum(ddecay, 3, reverse=True))
     dv = of_v[0] if of_v else dnew
     dbeta = None
     if inputs.beta is not None:
@@ -87,13 +103,12 @@ def run(target: Target, inputs: Inputs, *cotangents: jax.Array, facts: Facts, di
         rate = row(lines[..., BETA, :])[..., None]
         both = (x[:, : facts.seq].astype(jnp.float32) / rate for x in (dv, *new))
         dbeta = jnp.sum(math.prod(both), -1).astype(inputs.beta.dtype)
-    ddecay = dlines[..., 0, :].at[..., -1].add(jnp.sum(dlines[..., 1, :], -1))
     dq, dk, dv = (x[:, : facts.seq].astype(like.dtype) for x, like in zip((dq, dk, dv), inputs[:3], strict=True))
     return Inputs(
         dq,
         dk,
         dv,
-        None if log_decay is None else row(lax.cumsum(ddecay, 3, reverse=True)).reshape(log_decay.shape),
+        None if log_decay is None else ddecay.reshape(log_decay.shape),
         dbeta,
         None,
         None if initial is None else dfirst,

@@ -50,8 +50,6 @@ def shared_memory(key: int, value: int, delta: bool) -> int:
 
 def walk_back(
     target: Target,
-    q: jax.Array,
-    k: jax.Array,
     dout: jax.Array,
     prepared: Prepared,
     lines: jax.Array,
@@ -63,16 +61,14 @@ def walk_back(
 
     Args:
       target: the device to compile for.
-      q: bfloat16 (B, S, H, K), whole chunks.
-      k: the same.
-      dout: bfloat16 (B, S, H, V), the outputs' cotangent.
+      dout: bfloat16 (B, S, H, V), the outputs' cotangent, whole chunks.
       prepared: of `prepare`.
       lines: of `vectors`.
       dlast: float32 (B, H, K, V), the last state's cotangent.
     """
-    (b, s, h, key), value, (chunks, count) = q.shape, dout.shape[3], lines.shape[2:4]
+    (b, s, h, key), value, (chunks, count) = prepared.reads.shape, dout.shape[3], lines.shape[2:4]
     delta, tiles = prepared.takes is not None, key // SIDE
-    keyed = [q, k, *[prepared.takes] * delta]
+    keyed = [prepared.reads, prepared.writes, *[prepared.takes] * delta]
 
     def chunked_recurrence_back(*refs: Any) -> None:
         keyed_refs, refs = refs[: len(keyed)], refs[len(keyed) :]
@@ -95,7 +91,7 @@ def walk_back(
         def step(n: Any, dstate: tuple[Any, ...]) -> tuple[Any, ...]:
             slot, chunk = lax.rem(n, SLOTS), chunks - 1 - n
             plgpu.barrier_wait(full.at[slot])
-            line = Lines(lines_s.at[slot])
+            line = prepared.lines(lines_s.at[slot])
             queries, keys, *takes = (line.tiles(x.at[slot]) for x in keyed_s)
             dstates, (dnew_s, read_s) = line.tiles(dstate_s), line.tiles(pair_s)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the chunk before has been copied
@@ -112,7 +108,7 @@ def walk_back(
             more = together(
                 *([(q.T, read_s), *((x[i].T, dnew_s) for x in takes)] for i, q in enumerate(queries)),
             )
-            dstate = tuple(wide(line.keeps() * x + y) for x, y in zip(dstate, more, strict=True))
+            dstate = tuple(wide(line.keeps(i) * x + y) for i, (x, y) in enumerate(zip(dstate, more, strict=True)))
             plgpu.commit_smem()  # every thread has read
             pl.when(n + SLOTS < chunks)(lambda: bring(n + SLOTS))
             return dstate

@@ -20,7 +20,6 @@ from pallas_kernels.chunked_recurrence.gpu_tiles import (
     SINCE,
     UNTIL,
     WIDE,
-    Lines,
     buffer,
     load,
     put,
@@ -36,8 +35,6 @@ SLOTS = 2
 
 def walk(
     target: Target,
-    q: jax.Array,
-    k: jax.Array,
     prepared: Prepared,
     lines: jax.Array,
     initial: tuple[jax.Array, ...],
@@ -52,18 +49,16 @@ def walk(
 
     Args:
       target: the device to compile for.
-      q: bfloat16 (B, S, H, K), whole chunks.
-      k: the same.
       prepared: of `prepare`.
       lines: of `vectors`.
       initial: the state before the first token, if any.
       dtype: of the first output.
       save: see above.
     """
-    (b, s, h, key), value, (chunks, count) = q.shape, prepared.values.shape[3], lines.shape[2:4]
+    (b, s, h, key), value, (chunks, count) = prepared.writes.shape, prepared.values.shape[3], lines.shape[2:4]
     delta, reads = prepared.takes is not None, not save
     tiles, writes = key // SIDE, delta or reads
-    keyed = [k, *[prepared.takes] * delta, *[q] * reads]
+    keyed = [prepared.writes, *[prepared.takes] * delta, *[prepared.reads] * reads]
 
     def chunked_recurrence(*refs: Any) -> None:
         keyed_refs, refs = refs[: len(keyed)], refs[len(keyed) :]
@@ -89,7 +84,7 @@ def walk(
         def step(n: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
             slot = lax.rem(n, SLOTS)
             plgpu.barrier_wait(full.at[slot])
-            line, values, scores = Lines(lines_s.at[slot]), values_s.at[slot], [x.at[slot] for x in scores_s]
+            line, values, scores = prepared.lines(lines_s.at[slot]), values_s.at[slot], [x.at[slot] for x in scores_s]
             keys, *others = (line.tiles(x.at[slot]) for x in keyed_s)
             states, (new_s, write_s) = line.tiles(state_s), line.tiles(pair_s)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the chunk before has been copied
@@ -104,7 +99,7 @@ def walk(
             put(write_s, new * line.of(UNTIL))
             plgpu.commit_smem()
             more = together(*(((k.T, write_s),) for k in keys), *(((x, values),) for x in scores))
-            state = tuple(wide(line.keeps() * x + y) for x, y in zip(state, more, strict=False))
+            state = tuple(wide(line.keeps(i) * x + y) for i, (x, y) in enumerate(zip(state, more, strict=False)))
             for within, since in zip(more[tiles:], of_state, strict=True):
                 put(out_s[0], line.of(SINCE) * since + within)
             plgpu.commit_smem()  # and every thread has read

@@ -6,6 +6,7 @@ use the whole device, and a walk over chunks has two products after one another 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.chunked_recurrence.gpu_channels import channel_scores, scale
 from pallas_kernels.chunked_recurrence.gpu_tiles import (
     BETA,
     RATES,
@@ -38,20 +40,38 @@ class Prepared(NamedTuple):
     """What `prepare` returns, in bfloat16. With the delta rule a chunk adds `values + takes S` beside its keys.
 
     Args:
+      reads: queries (B, S, H, K); by channels times the decay since the chunk began.
+      writes: keys (B, S, H, K); by channels times the decay until the chunk's end.
+      channels: number of the first line of channels, or `None`.
       scores: decayed products of queries and keys, 0 where a row does not see a column, (B, H, chunks, 64, 64).
       values: what tokens add if the state before the chunk is 0, (B, S, H, V): v, or the delta rule's `T (beta v)`.
       takes: the delta rule's `-T (beta k decay)`, (B, S, H, K), or `None`.
       solved: `T beta` in two terms, (B, H, chunks, 2, 64, 64), or `None`: only gradients need it.
     """
 
+    reads: jax.Array
+    writes: jax.Array
+    channels: int | None
     scores: jax.Array
     values: jax.Array
     takes: jax.Array | None
     solved: jax.Array | None
 
+    def lines(self, lines_s: Any) -> Lines:
+        """Return the lines of a chunk, which are in shared memory."""
+        return Lines(lines_s, self.channels)
+
 
 def prepare(
-    target: Target, q: jax.Array, k: jax.Array, v: jax.Array, lines: jax.Array, *, delta: bool, save: bool = False
+    target: Target,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lines: jax.Array,
+    decays: tuple[jax.Array, ...] = (),
+    *,
+    delta: bool,
+    save: bool = False,
 ) -> Prepared:
     """Return what the walks over chunks read.
 
@@ -61,32 +81,47 @@ def prepare(
       k: the same.
       v: bfloat16 (B, S, H, V).
       lines: of `vectors`.
+      decays: with decay by channels, those of `terms`, (B, S, H, K) each.
       delta: with the delta rule.
       save: return `solved` too.
     """
     (b, _, h, key), value, (chunks, count) = q.shape, v.shape[3], lines.shape[2:4]
-    tiles, columns, save = key // SIDE, value // SIDE, save and delta
+    tiles, columns, save, channels = key // SIDE, value // SIDE, save and delta, bool(decays)
+    work = WORK if delta else 1 + 2 * tiles * channels
+    keyed = [q, k, *decays]
 
-    def chunked_recurrence_prepare(q_ref: Any, k_ref: Any, *refs: Any) -> None:
+    def chunked_recurrence_prepare(*refs: Any) -> None:
+        keyed_refs, refs = refs[: len(keyed)], refs[len(keyed) :]
         v_ref, (lines_ref, scores_ref), refs = refs[:delta], refs[delta : delta + 2], refs[delta + 2 :]
+        scaled_refs, refs = refs[: 2 * channels], refs[2 * channels :]
         made_refs, refs = refs[: 2 * delta + save], refs[2 * delta + save :]
-        q_s, k_s, work_s, lines_s, *v_s, full = refs
+        keyed_s, (work_s, lines_s, *v_s, full) = refs[: len(keyed)], refs[len(keyed) :]
+        q_s, k_s, *decays_s = keyed_s
         head, chunk = lax.axis_index("head"), lax.axis_index("chunk")
         at_b, at_h, tokens = lax.div(head, h), lax.rem(head, h), pl.ds(chunk * SIDE, SIDE)
         cut = [pl.ds(i * SIDE, SIDE) for i in range(max(tiles, columns))]
 
-        for ref, into in ((q_ref, q_s), (k_ref, k_s), *zip(v_ref, v_s, strict=True)):
+        for ref, into in (*zip(keyed_refs, keyed_s, strict=True), *zip(v_ref, v_s, strict=True)):
             for i in range(into.shape[0]):
                 plgpu.copy_gmem_to_smem(ref.at[at_b, tokens, at_h, cut[i]], into.at[i], full)
         plgpu.copy_gmem_to_smem(lines_ref.at[at_b, at_h, chunk], lines_s, full)
         plgpu.barrier_wait(full)
 
         line = Lines(lines_s)
-        if delta:
-            solve(line, line.tiles(k_s), work_s)
-        scores_s = work_s.at[WORK - 1 if delta else 0]
-        scores = products(*((x, y.T) for x, y in zip(line.tiles(q_s), line.tiles(k_s), strict=True)))
-        put(scores_s, scores * line.decays())
+        if channels:
+            # keys since the chunk began, and scores, in the places of the two terms of the decay
+            from_s, scores_s = decays_s[0], decays_s[1].at[0]
+            scores, *alike = channel_scores(line, q_s, k_s, decays_s, work_s, delta)
+            scale(line, q_s, k_s, decays_s, work_s, delta)
+            put(scores_s, jnp.where(line.sees(), scores, 0.0))
+            if delta:
+                solve(line, jnp.where(line.sees(), alike[0], 0.0), work_s)
+        else:
+            from_s, scores_s = k_s, work_s.at[work - 1]
+            if delta:
+                solve(line, products(*((x, x.T) for x in line.tiles(k_s))) * line.decays(), work_s)
+            scores = products(*((x, y.T) for x, y in zip(line.tiles(q_s), line.tiles(k_s), strict=True)))
+            put(scores_s, scores * line.decays())
         if delta:
             high_s, low_s, *taken_s = line.tiles(work_s)[:4]
             solved = (load(high_s) + load(low_s)) * line.of(RATES, 1)
@@ -95,22 +130,24 @@ def prepare(
             split(taken_s, -solved * line.of(SINCE, 1))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(scores_s, scores_ref.at[at_b, at_h, chunk])
+        for ref, i in itertools.product(range(len(scaled_refs)), range(tiles)):
+            plgpu.copy_smem_to_gmem(keyed_s[ref].at[i], scaled_refs[ref].at[at_b, tokens, at_h, cut[i]])
         if save:
             for i in range(2):
                 plgpu.copy_smem_to_gmem(work_s.at[i], made_refs[2].at[at_b, at_h, chunk, i])
         if delta:
-            # in the places of v and, since scores are done, of q
-            for from_s, into_s, terms in ((v_s[0], v_s[0], (0, 1)), (k_s, q_s, (2, 3))):
+            for made_s, terms in ((v_s[0], (0, 1)), (from_s, (2, 3))):
 
-                def apply(i: Any, _: None, from_s: Any = from_s, into_s: Any = into_s, terms: Any = terms) -> None:
-                    x = products(*((line.tiles(work_s)[j], from_s.at[i]) for j in terms))
-                    put(into_s.at[i], x)
+                def apply(i: Any, _: None, made_s: Any = made_s, terms: Any = terms) -> None:
+                    x = products(*((line.tiles(work_s)[j], made_s.at[i]) for j in terms))
+                    plgpu.commit_smem()  # every thread has read
+                    put(made_s.at[i], x)
 
-                lax.fori_loop(0, from_s.shape[0], apply, None)
+                lax.fori_loop(0, made_s.shape[0], apply, None)
             plgpu.commit_smem()
-            for from_s, ref in ((v_s[0], made_refs[0]), (q_s, made_refs[1])):
-                for i in range(from_s.shape[0]):
-                    plgpu.copy_smem_to_gmem(from_s.at[i], ref.at[at_b, tokens, at_h, cut[i]])
+            for made_s, ref in zip((v_s[0], from_s), made_refs, strict=False):
+                for i in range(made_s.shape[0]):
+                    plgpu.copy_smem_to_gmem(made_s.at[i], ref.at[at_b, tokens, at_h, cut[i]])
         plgpu.wait_smem_to_gmem(0)
 
     square = jax.ShapeDtypeStruct((b, h, chunks, *SHAPE), jnp.bfloat16)
@@ -118,43 +155,46 @@ def prepare(
         chunked_recurrence_prepare,
         out_type=(
             square,
+            *[jax.ShapeDtypeStruct(k.shape, jnp.bfloat16)] * (2 * channels),
             *[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (v, k)] * delta,
             *[jax.ShapeDtypeStruct((b, h, chunks, 2, *SHAPE), jnp.bfloat16)] * save,
         ),
         grid=(b * h, chunks),
         grid_names=("head", "chunk"),
         scratch_types=[
-            *[buffer(tiles)] * 2,
-            buffer(WORK if delta else 1),
+            *[buffer(tiles)] * len(keyed),
+            buffer(work),
             plgpu.SMEM((count, SIDE), jnp.float32),
             *[buffer(columns)] * delta,
-            plgpu.Barrier(num_arrivals=2 * tiles + columns * delta + 1),
+            plgpu.Barrier(num_arrivals=len(keyed) * tiles + columns * delta + 1),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **target.gpu(),
-    )(q, k, *[v] * delta, lines)
-    return Prepared(made[0], made[1], made[2], made[3] if save else None) if delta else Prepared(made[0], v, None, None)
+    )(*keyed, *[v] * delta, lines)
+    (scores, *made), first = made, RATES + 1 if delta else BETA
+    (reads, writes), made = (made[:2], made[2:]) if channels else ((q, k), made)
+    values, takes, solved = (*made, None)[:3] if delta else (v, None, None)
+    return Prepared(reads, writes, first if channels else None, scores, values, takes, solved)
 
 
-def solve(line: Lines, keys: list[Any], work_s: Any) -> None:
-    """Write the inverse of the delta rule's triangular matrix `I + beta * (k k^T) * decays` to the first two tiles.
+def solve(line: Lines, alike: Any, work_s: Any) -> None:
+    """Write the inverse of the delta rule's triangular matrix `I + beta * alike`, below its diagonal, to two tiles.
 
     The inverse of a matrix of four blocks follows from those of the two on its diagonal, by two products; here for all
     blocks of a size at once, from 2 x 2 blocks on.
 
     Args:
       line: the chunk's lines.
-      keys: the keys' tiles.
-      work_s: `WORK` tiles of shared memory.
+      alike: decayed products of keys, 0 where a row does not see a column; the diagonal and above do not matter.
+      work_s: `WORK` tiles of shared memory, whose first two the result is in.
     """
 
     def work() -> list[Any]:
         tiles = line.tiles(work_s)
         return list(zip(tiles[0::2], tiles[1::2], strict=True))
 
-    alike = products(*((k, k.T) for k in keys))
     row, column = line.places()
-    lower = jnp.where(column < row, alike * line.decays() * line.of(BETA), 0.0)
+    lower = jnp.where(column < row, alike * line.of(BETA), 0.0)
     apart = row ^ column
     made_s, _, lower_s = work()
     split(lower_s, lower)

@@ -22,7 +22,7 @@ SHAPE = (SIDE, SIDE)
 WIDE: Any = plgpu.Layout.WGMMA
 """How registers hold sums of products."""
 TOTAL, COLUMNS, BEGIN, SINCE, UNTIL, BETA, RATES = range(7)
-"""Lines of `vectors`."""
+"""Lines of `vectors`; those of channels follow the last one."""
 LEAST_RATE = 1e-15
 """The delta rule's rate where it is 0, which rounds away in every sum: what a token adds is divided by its rate."""
 
@@ -32,7 +32,8 @@ def vectors(inputs: Inputs, facts: Facts, chunks: int) -> jax.Array:
 
     Lines: the decay's logarithm in base 2, summed since the chunk began, twice, since the compiler cannot give one load
     two layouts; the first row that each row sees; the decay since the chunk began, 0 after a restart; the decay until
-    its end, 0 before a restart; and the delta rule's rate, twice.
+    its end, 0 before a restart; and the delta rule's rate, twice. With decay by channels the decays of these lines are
+    1, and for each 64 channels there is one more line: the decay of the state over the whole chunk.
 
     Args:
       inputs: the arrays.
@@ -48,7 +49,8 @@ def vectors(inputs: Inputs, facts: Facts, chunks: int) -> jax.Array:
     starts = cut(jnp.zeros((b, s), bool) if inputs.starts is None else inputs.starts)
     runs = jnp.cumsum(starts.astype(jnp.int32), -1)
     # without decay no sum: XLA would compute it, slowly, while it compiles
-    decay = inputs.log_decay
+    channels = facts.decay == "channels"
+    decay = None if channels else inputs.log_decay
     total = jnp.zeros((b, h, chunks, SIDE)) if decay is None else jnp.cumsum(cut(decay), -1)
     begin = lax.cummax(jnp.where(starts, jnp.arange(SIDE), 0).astype(jnp.int32), axis=3).astype(jnp.float32)
     since = jnp.exp(jnp.where(runs > 0, FAR, total))
@@ -57,7 +59,28 @@ def vectors(inputs: Inputs, facts: Facts, chunks: int) -> jax.Array:
     if inputs.beta is not None:
         rate = cut(inputs.beta.astype(jnp.float32))
         lines += [jnp.where(jnp.abs(rate) < LEAST_RATE, LEAST_RATE, rate)] * 2
+    if channels and inputs.log_decay is not None:
+        whole = jnp.pad(inputs.log_decay, ((0, 0), (0, chunks * SIDE - s), (0, 0), (0, 0)))
+        whole = jnp.moveaxis(jnp.sum(whole.reshape(b, chunks, SIDE, h, facts.key), 2), 2, 1)
+        keeps = (jnp.exp(whole) * since[..., -1:]).reshape(b, h, chunks, -1, SIDE)
+        lines += [keeps[..., i, :] for i in range(keeps.shape[3])]
     return jnp.stack(lines, 3)
+
+
+def terms(log_decay: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the decay's logarithm in base 2 in two terms of bfloat16.
+
+    Args:
+      log_decay: float32.
+    """
+    x = log_decay * LOG2E
+    high = upper(x)
+    return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
+
+
+def upper(x: Any) -> Any:
+    """Return float32 numbers without their lower half, which is a bfloat16."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(2**16)), jnp.float32)
 
 
 def buffer(*tiles: int) -> Any:
@@ -109,7 +132,7 @@ Terms = Sequence[Any]
 
 def split(terms: Terms, x: Any) -> None:
     """Write a matrix in registers to two tiles."""
-    high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(2**16)), jnp.float32)
+    high = upper(x)
     put(terms[0], high)
     put(terms[1], x - high)
 
@@ -124,10 +147,12 @@ class Lines:
 
     Args:
       lines_s: lines of `vectors` in shared memory.
+      channels: number of the first line of channels, with decay by channels.
     """
 
-    def __init__(self, lines_s: Any) -> None:
+    def __init__(self, lines_s: Any, channels: int | None = None) -> None:
         self.lines_s = lines_s
+        self.channels = channels
 
     def zero(self) -> Any:
         """Return a 0 that the compiler cannot know before it is here.
@@ -148,17 +173,21 @@ class Lines:
         x = plgpu.load(self.lines_s.at[line], layout=WIDE.reduce(1 - axis), optimized=False)
         return wide(spread(x, SHAPE, axis))
 
-    def keeps(self) -> Any:
-        """Return the decay of the state over the whole chunk, a scalar."""
-        return self.lines_s[SINCE, SIDE - 1]
+    def keeps(self, tile: int = 0) -> Any:
+        """Return the decay over the whole chunk of a tile of the state: a scalar, or by channels factors of rows."""
+        return self.lines_s[SINCE, SIDE - 1] if self.channels is None else self.of(self.channels + tile)
 
     def tiles(self, buffer_s: Any) -> list[Any]:
         """Return the tiles of a buffer (n, 64, 64)."""
         zero = self.zero()
         return [buffer_s.at[zero + i] for i in range(buffer_s.shape[0])]
 
+    def sees(self) -> Any:
+        """Return whether each row sees each column."""
+        row, column = self.places()
+        return (column >= self.of(BEGIN).astype(jnp.int32)) & (column <= row)
+
     def decays(self) -> Any:
         """Return the decay from each column's token to each row's, 0 where the row does not see it."""
-        row, column = self.places()
-        sees = (column >= self.of(BEGIN).astype(jnp.int32)) & (column <= row)
+        sees = self.sees()
         return wide(jnp.where(sees, jnp.exp2(self.of(TOTAL) - self.of(COLUMNS, 1)), 0.0))

@@ -417,7 +417,7 @@ def _grouped_stored(small: bool) -> Iterator[Work]:
 
 # recurrences ---------------------------------------------------------------------------------------------------------
 
-_MIXERS = ("Mamba-2", "linear attention", "Gated DeltaNet")
+_MIXERS = ("Mamba-2", "linear attention", "Gated DeltaNet", "GLA", "Kimi Delta Attention")
 """Those that have a kernel for every accelerator."""
 
 

@@ -21,7 +21,7 @@ FEATURES = {
     "delta rule by channels": ("channels", True),
 }
 """A row's name -> decay, and whether it is the delta rule."""
-WIDE = {name + ", width 64": FEATURES[name] for name in ("no decay", "decay by heads", "delta rule")}
+WIDE = {name + ", width 64": feature for name, feature in FEATURES.items()}
 """The same for rows of a width that Hopper's kernels take."""
 CHUNK = 32
 """Two blocks of rows."""

@@ -35,8 +35,8 @@ def test_outputs_states_and_gradients_are_as_exact_as_the_plain_recurrences_and_
     ("seq", "options", "words"),
     [
         (64, {"dtype": "float32"}, "multiplies bfloat16, and products of float32 are left to XLA"),
-        (64, {"decay": "channels"}, "decay by channels is left to XLA"),
-        (64, {"widths": (256, 512)}, "takes keys of width 64 or 128 and values of .*, not 256 and 512"),
+        (64, {"widths": (256, 512)}, "keys of width 256 are left to XLA: .* wider than 128 does not fit"),
+        (64, {"widths": (64, 80)}, "takes keys of width 64 or 128 and values of .*, not 64 and 80"),
     ],
 )
 def test_what_has_no_kernel_raises_with_the_reason_and_is_xlas_by_default(seq, options, words):
@@ -51,8 +51,9 @@ def test_what_has_no_kernel_raises_with_the_reason_and_is_xlas_by_default(seq, o
 
 
 @NEW
-def test_on_a_hopper_gpu_the_kernels_are_chosen_both_ways():
-    inputs = examples.shapes(100, 2, widths=(64, 64), decay="heads", delta=True)
+@pytest.mark.parametrize("decay", ["heads", "channels"])
+def test_on_a_hopper_gpu_the_kernels_are_chosen_both_ways(decay):
+    inputs = examples.shapes(100, 2, widths=(64, 64), decay=decay, delta=True)
 
     def loss(x):
         out, state = chunked_recurrence(*x)

@@ -168,9 +168,11 @@ def _merged(parts: list[Any]) -> Any:
 
 
 _OWN_OF_LAYERS = {
-    "balance_loss": 0.0, "sequence_balance": False, "z_loss": 0.0, "index_loss": 0.0, "dispatcher": None
+    "balance_loss": 0.0, "sequence_balance": False, "z_loss": 0.0, "index_loss": 0.0, "dispatcher": None,
+    "lends": False,
 }  # fmt: skip
-"""Settings of layers' own losses, and of how devices send tokens, that no value depends on, with values for none."""
+"""Settings of layers' own losses, of how devices send tokens and of caches, that no value depends on, with values for
+none."""
 
 
 def _forward(layer: Any) -> Any:

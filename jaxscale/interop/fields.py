@@ -83,6 +83,8 @@ _WHOLE = (reading.is_whole, "a whole number")
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "sliding_window": _WHOLE,
     "max_window_layers": _WHOLE,
+    "num_kv_shared_layers": _WHOLE,
+    "hidden_size_per_layer_input": _WHOLE,
     "first_k_dense_replace": _WHOLE,
     "original_max_position_embeddings": (lambda value: reading.is_whole(value, 1), "a size"),
     "max_position_embeddings": (lambda value: reading.is_whole(value, 1), "a size"),

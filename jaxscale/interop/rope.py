@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxscale.errors import CheckpointError, ConfigError, near
 from jaxscale.interop.fields import Fields, is_number, short
-from jaxscale.nn import LinearScaling, Llama3Scaling, LongRopeScaling, Rotary, YarnScaling
+from jaxscale.nn import LinearScaling, Llama3Scaling, LongRopeScaling, ProportionalScaling, Rotary, YarnScaling
 from jaxscale.nn.rotary import RotaryScaling
 
 Json = dict[str, Any]
@@ -119,6 +119,16 @@ def rotary_json(rotary: Rotary) -> Json:
     )
 
 
+def _proportional(entry: Json, c: Fields) -> RotaryScaling:
+    return ProportionalScaling(float(entry.pop("partial_rotary_factor", 1.0)), float(entry.pop("factor", 1.0)))
+
+
+def _proportional_back(s: RotaryScaling) -> Json | None:
+    if not isinstance(s, ProportionalScaling):
+        return None
+    return {"partial_rotary_factor": s.fraction, **({} if s.factor == 1 else {"factor": s.factor})}
+
+
 def _linear(entry: Json, c: Fields) -> RotaryScaling:
     return LinearScaling(float(entry.pop("factor")))
 
@@ -217,6 +227,7 @@ def _longrope_back(s: RotaryScaling) -> Json | None:
 SCALINGS: dict[str, tuple[Callable[[Json, Fields], RotaryScaling | None], Callable[[RotaryScaling], Json | None]]] = {
     "default": (lambda entry, c: None, lambda s: None),
     "linear": (_linear, _linear_back),
+    "proportional": (_proportional, _proportional_back),
     "llama3": (_llama3, _llama3_back),
     "yarn": (_yarn, _yarn_back),
     "longrope": (_longrope, _longrope_back),

@@ -26,6 +26,7 @@ AXES: dict[str, str] = {
     "attention)",
     "latent_in": "`latent` as the input dimension of the matrices that project it to heads; FSDP shards parameters "
     "along it",
+    "layer_inputs": "the inputs that layers have of their own (`PerLayer`), of one layer or of all",
     "vocab": "token ids",
     "positions": "learned absolute positions",
     "rank": "the rank of an adapter's two matrices",

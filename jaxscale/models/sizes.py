@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxscale.nn import MixtureOfExperts, NoFeedForward
+from jaxscale.nn import MixtureOfExperts, NoFeedForward, TimesWider
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,8 @@ def gated(mlp: object) -> bool:
 
 def hidden_width(mlp: object, hidden: int) -> int:
     """Return the hidden width of all experts that one token uses."""
+    if isinstance(mlp, TimesWider):
+        return mlp.times * hidden
     if not isinstance(mlp, MixtureOfExperts):
         return 0 if mlp is NoFeedForward else hidden
     one, shared = mlp.widths(hidden)

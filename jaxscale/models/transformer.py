@@ -25,9 +25,11 @@ from jaxscale.models.transformer_checks import check_order, check_positions
 from jaxscale.models.transformer_config import TransformerConfig
 from jaxscale.nn import (
     Block,
+    BlockEnd,
     Context,
     ContextKernel,
     Embedding,
+    LayerInputs,
     MemoryPolicy,
     NoFeedForward,
     NoMixer,
@@ -36,6 +38,7 @@ from jaxscale.nn import (
     RunCache,
     ScalesByLength,
     Stats,
+    WithInputs,
     head_logits,
 )
 from jaxscale.nn.products import HeadWeight, apply_products, head_arithmetic
@@ -66,6 +69,8 @@ class Transformer(nnx.Module):
         self.positions = (
             Embedding(length, z.width, axis="positions", rngs=rngs, **types) if length is not None else None
         )
+        inputs = config.per_layer is not None and config.per_layer.width is not None
+        self.layer_inputs = LayerInputs(config, rngs=rngs) if inputs else None
         # not sharded along its rows, which are few
         rows = config.soft_prompt
         self.prompt = Embedding(rows, z.width, axis="positions", rngs=rngs, **types) if rows else None
@@ -241,7 +246,8 @@ class Transformer(nnx.Module):
                 if not packed:
                     check_positions(c, tokens.shape[1])
                 x = x + self.positions(jnp.broadcast_to(_positions_of(tokens.shape[1], positions, order), tokens.shape))
-            return c.stack.enter(x)
+            x = c.stack.enter(x)
+        return x if self.layer_inputs is None else WithInputs(x, self.layer_inputs(tokens, x))
 
     def _scaled(self, tokens: Int[Array, "b s"]) -> Float[Array, "b s e"]:
         """The embeddings that modules of multi-token prediction read."""
@@ -284,9 +290,8 @@ class Transformer(nnx.Module):
         if positions is not None and segment_ids is not None:
             # the positions of padding are its columns, as context-parallel attention requires
             positions = jnp.where(segment_ids == 0, _positions_of(seq, None, order), positions)
-        kinds = (rotary_of(c.positions), c.local_positions)
         place = _positions_of(seq, positions, order)
-        rotary = {r: r.tables(place, c.sizes.rotary_dim) for r in kinds if r is not None}
+        rotary = {r: r.tables(place, width) for r, width in c.rotary_widths().items()}
         columns = None if order is None else jnp.asarray(order, jnp.int32)
         masks = positions if mask_positions is None else mask_positions
         return Context(masks, segment_ids, rotary, order=columns, layers=c.depth + c.multi_token, **inputs)
@@ -320,6 +325,7 @@ class Transformer(nnx.Module):
         Args:
           x: the result of the last layer.
         """
+        x = x.x if isinstance(x, WithInputs) else x
         with jax.named_scope("norm"):
             c = self.config
             x = constrain(self.norm(c.stack.leave(x, jnp.dtype(c.dtype))), "batch", "seq", "embed")
@@ -405,14 +411,13 @@ def _make_group(c: TransformerConfig, group: Sequence[LayerSpec], rngs: nnx.Rngs
     out_scale = 1 / math.sqrt(2 * c.depth)  # keeps the residual stream's variance from growing with depth (GPT-2)
     blocks = []
     for layer in group:
-        positions = c.local_positions if layer.window is not None and c.local_positions is not None else c.positions
         attn = layer.mixer(
             z.width,
             z.heads,
             z.kv_heads,
             z.head_dim,
             kernel=c.attention,
-            rotary=rotary_of(positions) if layer.rotary else None,
+            rotary=rotary_of(c.positions_of(layer.window)) if layer.rotary else None,
             window=layer.window,
             softcap=c.attention_softcap,
             scale=c.attention_scale if c.widening is None else c.widening.attention_scale,
@@ -440,6 +445,7 @@ def _make_group(c: TransformerConfig, group: Sequence[LayerSpec], rngs: nnx.Rngs
                 scale=c.residual_scale,
                 memory=MemoryPolicy.of(c.memory),
                 dropout=c.dropout,
+                end=None if c.per_layer is None else BlockEnd(c, rngs=rngs),
             )
         )
     return blocks

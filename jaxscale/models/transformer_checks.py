@@ -118,6 +118,9 @@ def check_transformer(c: TransformerConfig) -> None:
                 f"Transformer.parametrisation does not support {type(mixer).__name__}, which has its own widths; use "
                 "MultiHead()"
             )
+    c.rotary_widths()
+    if c.per_layer is not None:
+        c.per_layer.check(c)
     if not c.pre_norm and not (c.post_norm and not c.parallel):
         raise ConfigError(
             "Transformer.pre_norm = False needs norms after the sub-layers, one sub-layer after the other; set "
@@ -267,7 +270,8 @@ def check_row(c: TransformerConfig, seq: int) -> None:
             mixer.check_layout(c, layout)
     attends = any(layer.mixer.windowed for layer in c.layer_specs())
     if attends and isinstance(c.attention, CheckedKernel):
-        c.attention.check(seq, c.sizes.heads, c.sizes.kv_heads)
+        for kv_heads in dict.fromkeys(getattr(layer.mixer, "kv_heads", None) for layer in c.layer_specs()):
+            c.attention.check(seq, c.sizes.heads, kv_heads or c.sizes.kv_heads)
     if isinstance(c.attention, ContextKernel) and (order := c.attention.order(seq)) is not None:
         check_order(c, order)
     for mlp in c.layer_mlps():

@@ -17,6 +17,7 @@ from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout, TensorInfo, abstract
 from jaxscale.models.block_config import BlockConfig, LayerSpec
+from jaxscale.models.other_width import at_width
 from jaxscale.models.positions import Learned, rotary_of
 from jaxscale.models.sizes import Sizes, gated
 from jaxscale.models.transformer_checks import check_row, check_transformer, idle
@@ -32,6 +33,7 @@ from jaxscale.nn import (
     Mixer,
     MixtureOfExperts,
     MultiHead,
+    PerLayer,
     ProductRule,
     Products,
     Projection,
@@ -88,6 +90,7 @@ class TransformerConfig:
       attention_softcap: soft cap on attention scores (Gemma 2), or `None`.
       logit_softcap: soft cap on output logits (Gemma 2), or `None`.
       residual_scale: factor on what each sub-layer adds to the residual stream (Granite).
+      per_layer: what blocks do after their sub-layers: inputs of their own, a factor on the stream (Gemma 4).
       logit_scale: factor on the output logits, before a soft cap; it multiplies the final hidden states (Granite).
       attention_scale: factor on the scores; `1 / sqrt(head_dim)` by default (`MultiHeadLatent` has another default).
       qkv_bias: add biases to the query, key and value projections.
@@ -157,6 +160,7 @@ class TransformerConfig:
     embed_gradient: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    per_layer: PerLayer | None = None
     dropout: float = 0.0
     dtype: str = "float32"
     param_dtype: str = "float32"
@@ -251,6 +255,8 @@ class TransformerConfig:
             return "Transformer.soft_prompt"
         if self.multi_token:
             return "Transformer.multi_token"
+        if self.per_layer is not None:
+            return "Transformer.per_layer"
         if MemoryPolicy.of(self.memory).fp8:
             return "MemoryPolicy.fp8"
         uncovered = [m for m in (self.attention_layer, *self.other_mixers) if not m.in_formulas]
@@ -265,47 +271,12 @@ class TransformerConfig:
         return None
 
     def at_width(self, width: int) -> TransformerConfig:
-        """Return the config of the same model with another residual width, and hidden widths and heads in proportion.
-
-        Sizes that are `None` still follow from the width. If `head_dim` is set, the numbers of heads and key heads
-        scale; else heads become wider.
+        """Return the config of the same model with another residual width; see `jaxscale.models.other_width`.
 
         Args:
           width: the new width of the residual stream.
-
-        Raises:
-          ConfigError: a size that does not scale to a whole number, or an attention whose sizes do not depend on the
-            width.
         """
-        was = self.sizes
-        for layer in self.layer_specs():
-            if not layer.mixer.widens:
-                raise ConfigError(
-                    f"{type(layer.mixer).__name__} has its own widths, which do not scale with the model's; use "
-                    "MultiHead()"
-                )
-
-        def scaled(name: str, value: int | None, new: int, old: int) -> int | None:
-            if value is not None and value * new % old:
-                raise ConfigError(
-                    f"{name} = {value} at width {was.width} does not scale to a whole number at width {width}; choose "
-                    f"another width, or leave out {name}, which then follows from the width"
-                )
-            return None if value is None else value * new // old
-
-        heads = self.heads if self.head_dim is None else scaled("Transformer.heads", self.heads, width, was.width)
-        hidden = scaled("Transformer.hidden", self.hidden, width, was.width)
-
-        def widened(mlp: Any) -> Any:
-            if not isinstance(mlp, MixtureOfExperts):
-                return mlp
-            return dataclasses.replace(mlp, hidden=scaled("MixtureOfExperts.hidden", mlp.hidden, width, was.width))
-
-        blocks = tuple(dataclasses.replace(b, mlp=widened(b.mlp)) for b in self.blocks)
-        sizes: dict[str, Any] = dict(width=width, heads=heads, kv_heads=None, hidden=hidden)
-        wide = dataclasses.replace(self, **sizes, mlp=widened(self.mlp), blocks=blocks)
-        key_heads = scaled("Transformer.kv_heads", self.kv_heads, wide.sizes.heads, was.heads)
-        return dataclasses.replace(wide, kv_heads=key_heads)
+        return at_width(self, width)
 
     def number_types(self) -> tuple[str, ...]:
         """Return the types of operands of products that not every chip has; see `jaxscale.models.base`."""
@@ -391,6 +362,35 @@ class TransformerConfig:
         mlps = [self.mlp if i > 0 and i % self.mlp_every == 0 else self.dense_mlp for i in after]
         windows = [self.windows[i % len(self.windows)] for i in range(self.depth)]
         return [LayerSpec(self.attention_layer, mlp, window) for mlp, window in zip(mlps, windows, strict=True)]
+
+    def positions_of(self, window: int | None) -> Rotary | Learned | None:
+        """Return the positions of layers with a window.
+
+        Args:
+          window: the window, `None` for layers without one.
+        """
+        return self.positions if window is None or self.local_positions is None else self.local_positions
+
+    def rotary_widths(self) -> dict[Rotary, int]:
+        """Return the rotary positions of the model, each with the width that it rotates.
+
+        Raises:
+          ConfigError: layers with the same positions have heads of different widths.
+        """
+        kinds = (rotary_of(self.positions), self.local_positions)
+        widths: dict[Rotary, set[int]] = {r: set() for r in kinds if r is not None}
+        for layer in self.layer_specs():
+            rotary = rotary_of(self.positions_of(layer.window)) if layer.rotary else None
+            if rotary is not None:
+                own = getattr(layer.mixer, "head_dim", None) if layer.mixer.windowed else None
+                widths[rotary].add(own or self.sizes.rotary_dim)
+        for rotary, several in widths.items():
+            if len(several) > 1:
+                raise ConfigError(
+                    f"{rotary!r} is of layers with heads of the widths {sorted(several)}; give those with a window "
+                    "Transformer.local_positions of another kind, or all layers the same width"
+                )
+        return {r: next(iter(several), self.sizes.rotary_dim) for r, several in widths.items()}
 
     @property
     def other_mixers(self) -> tuple[Mixer, ...]:

@@ -26,7 +26,8 @@ def forward_products(config: TransformerConfig, batch: int, seq: int) -> dict[st
       batch: number of rows.
       seq: tokens per row.
     """
-    return _products(config, config.layer_specs(), batch, seq)
+    more = {} if config.per_layer is None else config.per_layer.products(config, batch, seq)
+    return _products(config, config.layer_specs(), batch, seq) | more
 
 
 def ahead_products(config: TransformerConfig, batch: int, seq: int) -> dict[str, int]:

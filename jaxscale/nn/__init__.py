@@ -61,9 +61,10 @@ from jaxscale.nn.mixers import (
     MixedHeads,
     RetNet,
 )
-from jaxscale.nn.mlp import GELU, ClampedSwiGLU, FeedForward, GeGLU, ReGLU, SquaredReLU, SwiGLU
+from jaxscale.nn.mlp import GELU, ClampedSwiGLU, FeedForward, GeGLU, ReGLU, SquaredReLU, SwiGLU, TimesWider
 from jaxscale.nn.moe import Experts, MixtureOfExperts
 from jaxscale.nn.norms import LayerNorm, QKNorm, RMSNorm, UnitOffsetRMSNorm
+from jaxscale.nn.per_layer import BlockEnd, LayerInputs, PerLayer, WithInputs
 from jaxscale.nn.products import MXFP8, Clustered, Fp8, Int8, ProductRule, Products, Rounded
 from jaxscale.nn.query_key_product import QueryKeyProduct, QueryKeyProductAttention
 from jaxscale.nn.recurrent import convolution, document_positions, document_starts, matrix_recurrence, recurrence
@@ -73,6 +74,7 @@ from jaxscale.nn.rotary import (
     Llama3Scaling,
     LongRopeScaling,
     NTKScaling,
+    ProportionalScaling,
     Rotary,
     ScalesByLength,
     YarnScaling,
@@ -84,6 +86,7 @@ from jaxscale.nn.sigmoid_attention import SigmoidAttention
 from jaxscale.nn.single import NoFeedForward, NoMixer
 from jaxscale.nn.stack import Part, Run
 from jaxscale.nn.stats import Stats, auxiliary_loss, metrics, reports
+from jaxscale.nn.value_norm import ValueNormAttention, ValueNormMultiHead
 from jaxscale.nn.weight_format import WeightFormat
 from jaxscale.parallel import Weight, as_weight
 
@@ -104,6 +107,8 @@ __all__ = [
     "RetNet",
     "convolution",
     "matrix_recurrence",
+    "PerLayer",
+    "ProportionalScaling",
     "Products",
     "Rounded",
     "Clustered",
@@ -129,6 +134,7 @@ __all__ = [
     "Bidirectional",
     "BinaryAttention",
     "Block",
+    "BlockEnd",
     "BlockLinear",
     "BlockwiseAttention",
     "BlockwiseFeedForward",
@@ -158,6 +164,7 @@ __all__ = [
     "LatentAttention",
     "LayerCache",
     "LayerNorm",
+    "LayerInputs",
     "Linear",
     "LinearScaling",
     "Llama3Scaling",
@@ -196,11 +203,15 @@ __all__ = [
     "Stats",
     "SwiGLU",
     "TokenRingAttention",
+    "TimesWider",
+    "ValueNormAttention",
+    "ValueNormMultiHead",
     "UlyssesAttention",
     "Width",
     "UnitOffsetRMSNorm",
     "Weight",
     "WeightFormat",
+    "WithInputs",
     "YarnScaling",
     "as_weight",
     "attention_mask",

@@ -344,7 +344,7 @@ class Attention(nnx.Module):
     def __call__(self, x: Float[Array, "b s e"], context: Context) -> Float[Array, "b s e"]:
         """Apply the layer; with a cache in the context, append keys and values to it."""
         with jax.named_scope("qkv"):
-            q, k, v, *more = into(x, self.q, self.k, self.v, *self.beside(), overlap=self.overlap)
+            q, k, v, *more = self.project(x)
             q = constrain(q, "batch", "seq", "heads", "head_dim")
             k = constrain(k, "batch", "seq", "kv_heads", "head_dim")
             v = constrain(v, "batch", "seq", "kv_heads", "head_dim")
@@ -358,6 +358,14 @@ class Attention(nnx.Module):
         with jax.named_scope("out"):
             out = self.finish(constrain(out, "batch", "seq", "heads", "head_dim"), *more)
             return out_of(constrain(out, "batch", "seq", "heads", "head_dim"), self.out, overlap=self.overlap)
+
+    def project(self, x: Float[Array, "b s e"]) -> list[Array]:
+        """Return the products of the layer's input: queries, keys, values, and those of `beside`.
+
+        Args:
+          x: the layer's input.
+        """
+        return into(x, self.q, self.k, self.v, *self.beside(), overlap=self.overlap)
 
     def prepare(self, q: Array, k: Array, v: Array, context: Context) -> tuple[Array, Array, Array]:
         """Return queries, keys and values before rotation: those of the projections, normalised.
@@ -388,9 +396,9 @@ class Attention(nnx.Module):
                 out = self.kernel.cached(context.cache, q, k, v, **options)
             else:
                 out = context.cache.mix(q, k, v, **options)
-            context.share("keys", context.cache)
+            context.share("keys", context.cache, window=self.window)
             return out
-        context.share("keys", (k, v))
+        context.share("keys", (k, v), window=self.window)
         return self.kernel(q, k, v, causal=True, **context.tokens(), **options)
 
     def beside(self) -> tuple[Linear, ...]:

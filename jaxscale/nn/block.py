@@ -47,6 +47,7 @@ class Block(nnx.Module):
       scale: factor on what each sub-layer adds.
       memory: the policy, of which a block follows `tile`; `Run` follows the rest.
       dropout: probability on each sub-layer's output, if the context has a key.
+      end: computes the block's output from the residual stream after the sub-layers, or `None`.
     """
 
     def __init__(
@@ -62,8 +63,9 @@ class Block(nnx.Module):
         scale: float = 1.0,
         memory: MemoryPolicy = _NONE,
         dropout: float = 0.0,
+        end: nnx.Module | None = None,
     ):
-        self.attn, self.mlp = attn, mlp
+        self.attn, self.mlp, self.end = attn, mlp, end
         self.attn_norm, self.mlp_norm = attn_norm, mlp_norm
         self.attn_post_norm, self.mlp_post_norm = attn_post_norm, mlp_post_norm
         self.parallel, self.scale, self.memory, self.dropout = parallel, scale, memory, dropout
@@ -76,12 +78,12 @@ class Block(nnx.Module):
             y, stats = self._feed(h, context)
             mixed, more = self._attend(h, context)
             # added first, so that one all-reduce serves both sub-layers
-            return x + self._drop(mixed + y, context, 0), total([more, stats])
+            return self._finished(x + self._drop(mixed + y, context, 0), context), total([more, stats])
         before = x
         mixed, more = self.attend(x, context)
         x = checkpoint_name(x + mixed, "residual_mid")
         y, stats = self.feed(x, context, before)
-        return x + y, total([more, stats])
+        return self._finished(x + y, context), total([more, stats])
 
     def attend(self, x: Float[Array, "b s e"], context: Context) -> tuple[Float[Array, "b s e"], Stats]:
         """Return what attention adds to the residual stream, and its statistics.
@@ -137,6 +139,9 @@ class Block(nnx.Module):
         """Raise `ConfigError` if the result for a sequence depends on the other sequences of a step."""
         if isinstance(self.mlp, SharesCapacity):
             self.mlp.check_independent()
+
+    def _finished(self, x: Array, context: Context) -> Array:
+        return x if self.end is None else self.end(x, context)
 
     def _attend(self, h: Array, context: Context) -> tuple[Array, Stats]:
         with jax.named_scope("attn"), random_products(context.key, context.rows, 0):

@@ -31,6 +31,7 @@ class Context:
       shared: what layers of one repeat of a pattern of blocks hand to later ones of it, by name; see `share`.
       layers: number of the model's layers, for statistics of each (see `jaxscale.nn.stats`); `None` has none of these.
       layer: the number of the layer that this context is for, if it is for one.
+      inputs: an input of its own for each layer of the model (see `jaxscale.nn.per_layer`), or `None`.
     """
 
     positions: Int[Array, "b s"] | None = None
@@ -42,9 +43,10 @@ class Context:
     order: Int[Array, "s"] | None = None
     rows: Int[Array, " b"] | None = None
     cache: RunCache | LayerCache | None = None
-    shared: dict[str, Any] | None = None
+    shared: dict[Any, Any] | None = None
     layers: int | None = None
     layer: Int[Array, ""] | int | None = None
+    inputs: Float[Array, "b s layers p"] | None = None
 
     def at(self, layer: Int[Array, ""] | int) -> Context:
         """Return the context for one layer, which has its own number and random key.
@@ -67,16 +69,20 @@ class Context:
         """Return the context for one repeat of a pattern of blocks, in which nothing is shared yet."""
         return dataclasses.replace(self, shared={})
 
-    def share(self, name: str, value: Any) -> None:
+    def share(self, name: str, value: Any, **of: int | None) -> None:
         """Hand a value to later layers of the repeat, in place of an earlier one of this name (see `Mixer.gives`).
+
+        Later layers get the latest value, or with `of` that of the latest layer with the same `of`.
 
         Args:
           name: "memory" or "keys".
           value: for "memory", the output of a recurrence before its gate, (B, S, heads, value_dim); for "keys", keys
             and values, or with a cache the `LayerCache` that holds them.
+          **of: what the layer has that others may not have, such as its window.
         """
         if self.shared is not None:
             self.shared[name] = value
+            self.shared.update({(name, key, value_of): value for key, value_of in of.items()})
 
     def tokens(self) -> dict[str, Any]:
         """Return what an attention kernel's mask needs of the tokens, as its arguments `segment_ids` and `positions`.

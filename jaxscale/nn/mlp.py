@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxscale.config import register
+from jaxscale.errors import check_whole
 from jaxscale.layout import constrain
 from jaxscale.nn.linear import Linear, into, out_of
 from jaxscale.nn.narrow import saved_as
@@ -133,6 +136,41 @@ class GeGLU(FeedForward):
     """Gated, with a tanh-approximated GELU (Gemma)."""
 
     gated = True
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class TimesWider:
+    """A feed-forward layer whose hidden width is a multiple of the model's, for some of its layers (Gemma 3n and 4).
+
+    Args:
+      mlp: the layer.
+      times: how many times wider its hidden width is.
+
+    Raises:
+      ConfigError: not a whole number of at least 1.
+    """
+
+    mlp: Callable[..., FeedForward] = SwiGLU
+    times: int = 2
+
+    def __post_init__(self) -> None:
+        check_whole("TimesWider.times", self.times)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the layer has a gate."""
+        return bool(getattr(self.mlp, "gated", False))
+
+    def __call__(self, width: int, hidden: int, **options: Any) -> FeedForward:
+        """Make the layer.
+
+        Args:
+          width: width of the residual stream.
+          hidden: the model's hidden width.
+          **options: see `FeedForward`.
+        """
+        return self.mlp(width, self.times * hidden, **options)
 
 
 @register

@@ -83,6 +83,34 @@ class LinearScaling:
 
 @register
 @dataclasses.dataclass(frozen=True)
+class ProportionalScaling:
+    """Rotates the fast pairs of dimensions and no others, at the frequencies that all of them would have (Gemma 4).
+
+    `Rotary.fraction` takes the frequencies of a narrower head instead, and pairs its dimensions among themselves.
+
+    Args:
+      fraction: the share of pairs that are rotated, from the fastest.
+      factor: divides their frequencies.
+    """
+
+    fraction: float = 1.0
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "factor", "fraction")
+        if self.fraction > 1:
+            raise ConfigError(f"ProportionalScaling.fraction = {self.fraction}: must be above 0 and at most 1")
+
+    def __call__(
+        self, inv_freq: np.ndarray, theta: float, positions: Int[Array, "b s"] | None = None
+    ) -> tuple[np.ndarray, float]:
+        """See `RotaryScaling`."""
+        n = len(inv_freq)
+        return np.where(np.arange(n) < int(self.fraction * 2 * n // 2), inv_freq / self.factor, 0.0), 1.0
+
+
+@register
+@dataclasses.dataclass(frozen=True)
 class NTKScaling:
     """NTK-aware scaling: a larger base, which divides the lowest frequency by `factor` and leaves the highest.
 

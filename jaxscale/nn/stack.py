@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,6 +21,7 @@ from jaxscale.nn.cache import DecodeState, RunCache
 from jaxscale.nn.context import Context
 from jaxscale.nn.late import made
 from jaxscale.nn.memory import POLICIES, MemoryPolicy
+from jaxscale.nn.per_layer import WithInputs
 from jaxscale.nn.shared_blocks import OwnScales, SharedBlocks, own_norms, used
 from jaxscale.nn.stats import Stats, none_of, over_layers, total
 from pallas_kernels.dispatch import device
@@ -174,6 +176,10 @@ class Run(nnx.Module):
           context: the inputs that layers share; a `RunCache` in it is updated in place.
           part: which repeats of the group these parameters are, if not all.
         """
+        inputs = None
+        if isinstance(x, WithInputs):  # the same for all blocks, so that the scan need not carry them
+            x, inputs = x
+            context = dataclasses.replace(context, inputs=inputs)
         cache = context.cache
         states = cache.states if isinstance(cache, RunCache) else ()
 
@@ -210,7 +216,7 @@ class Run(nnx.Module):
             stats = total(reported)
         if isinstance(cache, RunCache):
             cache.states = states
-        return x, stats
+        return (x if inputs is None else WithInputs(x, inputs)), stats
 
     def _applied(self, blocks: list[Block], scales: list[OwnScales] | None) -> Iterator[tuple[int, Block]]:
         """Yield the blocks of one repeat in the order in which they are applied, with their number in the group."""

@@ -47,6 +47,11 @@ _DEEPSEEK_YARN = {**dict.fromkeys(("mscale", "mscale_all_dim"), 0.707), "origina
 _DEEPSEEK_YARN |= {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 8, "beta_slow": 1}
 _GROUPED = dict(_SIZES, num_attention_heads=8)
 _GEMMA = dict(_GROUPED, head_dim=16, sliding_window=7, query_pre_attn_scalar=24)
+_GEMMA4 = dict(_GROUPED, num_hidden_layers=6, num_key_value_heads=4, head_dim=8, global_head_dim=16, sliding_window=7)
+_GEMMA4 |= {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "vocab_size_per_layer_input": VOCAB,
+}
 _LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.5], "long_factor": [1.0, 2.0, 3.0, 5.0]}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -85,6 +90,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
         "Gemma3Text",
         dict(_GEMMA, sliding_window_pattern=2, rope_scaling={"rope_type": "linear", "factor": 8.0}),
+    ),
+    # inputs of each layer, and the keys of the first three layers read by the others; global layers with wider heads
+    "gemma4": (
+        "Gemma4Text",
+        dict(
+            _GEMMA4,
+            hidden_size_per_layer_input=8,
+            num_kv_shared_layers=3,
+            use_double_wide_mlp=True,
+            final_logit_softcapping=3.0,
+        ),
+    ),
+    # values that are the keys of global layers, which have fewer key heads
+    "gemma4 global": (
+        "Gemma4Text",
+        dict(_GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=2),
     ),
     "gpt_oss": (
         "GptOss",
@@ -225,7 +246,7 @@ def make(name: str) -> Any:
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
         for name, bias in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):  # a buffer that acts as a weight
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):  # buffers that act as weights
                 bias.add_(0.1 * torch.randn_like(bias))
     return model
 

@@ -15,7 +15,7 @@ from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.layout import constrain
 from jaxscale.nn.attention import AttentionKernel
-from jaxscale.nn.attention_layer import MultiHead
+from jaxscale.nn.attention_layer import HeadDims, MultiHead
 from jaxscale.nn.cache import Cache, LayerCache, State
 from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
@@ -24,6 +24,7 @@ from jaxscale.nn.mixers.parts import HEADS
 from jaxscale.nn.norms import QKNorm
 from jaxscale.nn.ring import is_ring
 from jaxscale.nn.rotary import Rotary, rotate
+from jaxscale.nn.value_norm import ValueNormMultiHead
 
 
 class NoState(NamedTuple):
@@ -115,6 +116,7 @@ class CrossAttention(nnx.Module):
       dtype: dtype of the computation.
       param_dtype: dtype of the parameters.
       rngs: random streams of the initial values.
+      same_window: see `CrossDecoderAttention`.
     """
 
     def __init__(
@@ -137,7 +139,9 @@ class CrossAttention(nnx.Module):
         dtype: jnp.dtype,
         param_dtype: jnp.dtype,
         rngs: nnx.Rngs,
+        same_window: bool = False,
     ):
+        self.same_window = same_window
         linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         wide = {"heads": heads, "head_dim": head_dim}
         self.q = linear({"embed": width}, wide, bias=bias)
@@ -158,13 +162,13 @@ class CrossAttention(nnx.Module):
             if self.rotary is not None:
                 q = rotate(q, *context.rotary[self.rotary])
         with jax.named_scope("mix"):
-            keys = _of(context, "keys")
+            keys = _of(context, ("keys", "window", self.window) if self.same_window else "keys")
             mask = dict[str, Any](window=self.window, softcap=self.softcap, scale=self.scale)
             if isinstance(keys, LayerCache):
                 if is_ring(keys.state):
                     raise ConfigError(
                         "CrossAttention reads all keys of a layer with a window, which a ring does not hold; leave out "
-                        "the cache's ring"
+                        "the cache's ring, or let the other layer store all keys by ValueNormMultiHead.lends = True"
                     )
                 out, _ = keys.cache.attend(keys.state, keys.layer, q, keys.step, value_dim=q.shape[-1], **mask)
             else:
@@ -174,12 +178,13 @@ class CrossAttention(nnx.Module):
             return out_of(constrain(out, *HEADS), self.out, overlap=self.overlap)
 
 
-def _of(context: Context, name: str) -> Any:
-    if context.shared is None or name not in context.shared:
+def _of(context: Context, key: Any) -> Any:
+    if context.shared is None or key not in context.shared:
+        name = key if isinstance(key, str) else f"{key[0]} ({key[1]} {key[2]})"
         raise ConfigError(
             f"no layer before this one in its pattern of blocks gives {name}; put one before it in Transformer.blocks"
         )
-    return context.shared[name]
+    return context.shared[key]
 
 
 class _Reads(Mixer):
@@ -252,38 +257,74 @@ class CrossDecoderAttention(_Reads):
 
     It attends to the keys and values of the last attention layer before it in the same repeat of `Transformer.blocks`,
     and adds nothing to a KV cache. Tokens see themselves and earlier ones.
+
+    Args:
+      head_dim: width of a head; `None` is that of the model.
+      same_window: read the keys of the last attention layer with the same window (Gemma 3n and 4); else of the last
+        attention layer.
     """
 
     windowed: ClassVar[bool] = True
     reads: ClassVar[str] = "keys"
     givers: ClassVar[str] = "attention (@MultiHead())"
 
+    head_dim: int | None = None
+    same_window: bool = False
+
+    def __post_init__(self) -> None:
+        check_whole(self, optional=("head_dim",))
+
     def check(self, config: Any) -> None:
-        """See `Mixer`: queries and the keys that they meet have the same rotary positions."""
+        """See `Mixer`: queries and the keys that they meet have the same widths and the same rotary positions."""
         super().check(config)
 
         def rotary(block: Any) -> Rotary | None:
-            local = block.window is not None and config.local_positions is not None
-            positions = config.local_positions if local else config.positions
+            positions = config.positions_of(block.window)
             return positions if block.rotary and isinstance(positions, Rotary) else None
 
-        giver = -1
+        givers: dict[Any, int] = {}
         for i, block in enumerate(config.blocks):
-            if block.mixer == self and rotary(block) != rotary(config.blocks[giver]):
+            mixer = block.mixer or config.attention_layer
+            if "keys" in mixer.gives:
+                givers |= {"last": i, block.window: i}
+            if mixer != self:
+                continue
+            giver = givers.get(block.window if self.same_window else "last")
+            if giver is None:
+                raise ConfigError(
+                    f"block {i} of Transformer.blocks reads the keys of an attention layer before it with the window "
+                    f"{block.window}, and there is none; put one before it, or set CrossDecoderAttention.same_window = "
+                    "False"
+                )
+            if rotary(block) != rotary(config.blocks[giver]):
                 raise ConfigError(
                     f"block {i} of Transformer.blocks reads the keys of block {giver}, which have other rotary "
                     "positions than its queries; give both the same Block.rotary, and a window to both or to none if "
                     "there are Transformer.local_positions"
                 )
-            giver = i if "keys" in (block.mixer or config.attention_layer).gives else giver
+            given = config.blocks[giver].mixer or config.attention_layer
+            wide, own = given.dims(config.sizes.head_dim).key, self.dims(config.sizes.head_dim).key
+            if wide != own:
+                raise ConfigError(
+                    f"block {i} of Transformer.blocks has queries of width {own} and reads the keys of block {giver}, "
+                    f"of width {wide}; set CrossDecoderAttention.head_dim = {wide}"
+                )
+
+    def dims(self, head_dim: int) -> HeadDims:
+        """Return the widths of a head, as `AttentionLayer`.
+
+        Args:
+          head_dim: the model's `head_dim`.
+        """
+        return MultiHead().dims(self.head_dim or head_dim)
 
     def products(self, config: Any, batch: int, seq: int, window: int | None) -> dict[str, int]:
         """See `Mixer`."""
-        z = config.sizes
-        return MultiHead().products(config, batch, seq, window) | {
-            "qkv": 2 * batch * seq * z.width * z.heads * z.head_dim
+        z, head_dim = config.sizes, self.dims(config.sizes.head_dim).key
+        return ValueNormMultiHead(self.head_dim).products(config, batch, seq, window) | {
+            "qkv": 2 * batch * seq * z.width * z.heads * head_dim
         }
 
     def __call__(self, width: int, heads: int, kv_heads: int, head_dim: int, **options: Any) -> CrossAttention:
         """See `Mixer`."""
-        return CrossAttention(width, heads, head_dim, **options)
+        return CrossAttention(width, heads, self.head_dim or head_dim, same_window=self.same_window, **options)

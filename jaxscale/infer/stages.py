@@ -163,13 +163,14 @@ def staged_layers(
     nothing = {n: jax.tree.map(lambda a: jnp.zeros((0,), a.dtype), p) for n, p in params.items() if n != "runs"}
     micro = jax.tree.map(lambda a: _split_batch(a, m), (tokens, x, step))
     real = [None if r.all() else jnp.asarray(r.reshape(count, -1)) for r in stages.real]
+    numbers = [jnp.asarray(i.reshape(count, -1)) for i in stages.index]
 
-    def local(runs: Tree, states: Tree, micro: Tree, real: list[Array | None]) -> tuple[Any, Tree]:
+    def local(runs: Tree, states: Tree, micro: Tree, real: list[Array | None], numbers: list[Array]) -> Any:
         own, stage = nnx.merge(graphdef, {**nothing, "runs": runs}), lax.axis_index(AXIS)
         tokens, x, step = micro
         parts = [
-            Part(jnp.arange(jax.tree.leaves(run)[0].shape[0]), None if r is None else r[0])
-            for run, r in zip(runs.values(), real, strict=True)
+            Part(jnp.arange(i.shape[1]), None if r is None else r[0], number=i[0])
+            for i, r in zip(numbers, real, strict=True)
         ]
 
         def tick(carry: Tree, t: Array) -> tuple[Tree, None]:
@@ -194,11 +195,11 @@ def staged_layers(
     by_stage, replicated = PartitionSpec(AXIS), PartitionSpec()
     out, states = jax.shard_map(
         local,
-        in_specs=(by_stage, by_stage, replicated, by_stage),
+        in_specs=(by_stage, by_stage, replicated, by_stage, by_stage),
         out_specs=(replicated, by_stage),
         axis_names={AXIS},
         check_vma=False,  # kernels do not declare over which mesh axes their outputs vary
-    )(params["runs"], states, micro, real)
+    )(params["runs"], states, micro, real, numbers)
     return jax.tree.map(lambda a: _join_batch(a, tokens.shape[0]), out), states
 
 

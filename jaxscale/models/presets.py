@@ -6,8 +6,13 @@ import dataclasses
 from typing import Any
 
 from jaxscale.config import register
-from jaxscale.errors import ConfigError, near
 from jaxscale.models.block_config import BlockConfig
+from jaxscale.models.changes import changed as _changed
+from jaxscale.models.gemma_presets import gemma2_2b as gemma2_2b
+from jaxscale.models.gemma_presets import gemma2_9b as gemma2_9b
+from jaxscale.models.gemma_presets import gemma3 as gemma3
+from jaxscale.models.gemma_presets import gemma4_31b as gemma4_31b
+from jaxscale.models.gemma_presets import gemma4_e2b as gemma4_e2b
 from jaxscale.models.positions import Learned
 from jaxscale.models.transformer_config import TransformerConfig
 from jaxscale.nn import (
@@ -18,7 +23,6 @@ from jaxscale.nn import (
     GeGLU,
     GroupLimit,
     LayerNorm,
-    LinearScaling,
     Mamba2,
     MixtureOfExperts,
     MultiHeadLatent,
@@ -34,14 +38,6 @@ from jaxscale.nn import (
     UnitOffsetRMSNorm,
     YarnScaling,
 )
-
-
-def _changed(config: TransformerConfig, preset: str, changes: dict[str, Any]) -> TransformerConfig:
-    fields = {f.name for f in dataclasses.fields(config)}
-    for name in changes:
-        if name not in fields:
-            raise ConfigError(f"{preset} has no field '{name}'{near(name, fields)}")
-    return dataclasses.replace(config, **changes)
 
 
 @register
@@ -224,18 +220,6 @@ def _gemma2(depth: int, width: int, heads: int, hidden: int) -> TransformerConfi
 
 
 @register
-def gemma2_2b(**changes: Any) -> TransformerConfig:
-    """Gemma 2 2B (Gemma Team 2024): every second layer local, soft caps, norms before and after each sub-layer."""
-    return _changed(_gemma2(26, 2304, 8, 9216), "gemma2_2b", changes)
-
-
-@register
-def gemma2_9b(**changes: Any) -> TransformerConfig:
-    """Gemma 2 9B (Gemma Team 2024)."""
-    return _changed(_gemma2(42, 3584, 16, 14336), "gemma2_9b", changes)
-
-
-@register
 def phi3_mini(**changes: Any) -> TransformerConfig:
     """Phi-3-mini, 3.8B parameters, the version for 4096 tokens (Abdin et al. 2024)."""
     config = TransformerConfig(
@@ -388,32 +372,6 @@ def glm4_5_air(**changes: Any) -> TransformerConfig:
     """GLM-4.5-Air 106B-A12B (Zeng et al. 2025); `multi_token = 1` adds its module of multi-token prediction."""
     experts = MixtureOfExperts(128, 8, hidden=1408, router=SigmoidRouter(), shared=1)
     return _changed(_glm4_5(46, 4096, 10944, experts, 1), "glm4_5_air", changes)
-
-
-@register
-def gemma3(**changes: Any) -> TransformerConfig:
-    """Gemma 3 4B, the language model (Gemma Team 2025): five local layers for each global one."""
-    config = TransformerConfig(
-        depth=34,
-        vocab=262208,
-        width=2560,
-        heads=8,
-        kv_heads=4,
-        head_dim=256,
-        hidden=10240,
-        norm=UnitOffsetRMSNorm,
-        mlp=GeGLU,
-        positions=Rotary(1000000.0, LinearScaling(8.0)),
-        local_positions=Rotary(10000.0),
-        windows=(1024, 1024, 1024, 1024, 1024, None),
-        qk_norm=QKNorm(UnitOffsetRMSNorm),
-        tied=True,
-        post_norm=True,
-        embed_scale=2560**0.5,
-        dtype="bfloat16",
-        memory="full",
-    )
-    return _changed(config, "gemma3", changes)
 
 
 @register

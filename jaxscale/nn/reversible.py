@@ -95,7 +95,7 @@ class ReversibleRun(Run):
 
         def forward(params: Tree, x: Streams, arrays: Tree) -> tuple[Streams, Stats]:
             def group(x: Streams, layer: Tree) -> tuple[Streams, Stats]:
-                (params, (i, real, _)), reported = layer, []
+                (params, (i, real, *_)), reported = layer, []
                 before = x
                 for j, block in enumerate(map(nnx.merge, graphs, params)):
                     with jax.named_scope(f"blocks/{j}"):
@@ -117,7 +117,7 @@ class ReversibleRun(Run):
             (params, x, arrays), (dx, dstats) = saved, cotangents
 
             def group(carry: tuple[Streams, Streams], layer: Tree) -> tuple[tuple[Streams, Streams], Tree]:
-                params, (i, real, _) = layer
+                params, (i, real, *_) = layer
                 grads: list[Any] = []
                 after = carry
                 for j in reversed(range(len(graphs))):

@@ -66,11 +66,13 @@ class Part(NamedTuple):
       at: the number of each repeat within the run, int32 (n,).
       real: which of them are not padding, bool (n,); padding is skipped. `None` is all.
       gates: what each repeat adds to the stream is multiplied by this, float32 (n,); `None` is 1.
+      number: the number of each repeat within the run, if `at` is its place in the cache of a stage, int32 (n,).
     """
 
     at: Int[Array, " n"]
     real: Bool[Array, " n"] | None = None
     gates: Float[Array, " n"] | None = None
+    number: Int[Array, " n"] | None = None
 
 
 @register
@@ -184,13 +186,14 @@ class Run(nnx.Module):
         states = cache.states if isinstance(cache, RunCache) else ()
 
         def group(carry: tuple[Array, tuple[Any, ...]], slice_: tuple[Any, Any, Part]) -> Tree:
-            ((x, states), (blocks, scales, (i, real, gate))), reported = (carry, slice_), []
+            ((x, states), (blocks, scales, (i, real, gate, number))), reported = (carry, slice_), []
+            number = i if number is None else number
             (blocks, scales), mine = made((blocks, scales)), context.sharing()
             before = x
             for n, (j, block) in enumerate(self._applied(blocks, scales)):
                 layer = cache.layer(states, n, i) if isinstance(cache, RunCache) else None
                 with jax.named_scope(f"blocks/{j}"):
-                    at = self.first + i * self.uses * len(blocks) + n
+                    at = self.first + number * self.uses * len(blocks) + n
                     x, stats = block(x, mine.caching(layer).at(at))
                 if layer is not None:
                     states = (*states[:n], layer.state, *states[n + 1 :])

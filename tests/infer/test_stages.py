@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -16,7 +17,7 @@ from jaxscale.infer.forward import forward, logits_at, one_per_batch_row
 from jaxscale.infer.stages import micro_batches, on_stages
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.models import TransformerConfig
-from jaxscale.nn import MixtureOfExperts
+from jaxscale.nn import MixtureOfExperts, PerLayer
 from jaxscale.step.state import describe_model
 from tests.truth.params import random_params
 
@@ -26,12 +27,15 @@ DENSE = TransformerConfig(depth=4, vocab=64, width=32, heads=4, kv_heads=1, hidd
 UNEVEN = TransformerConfig(
     depth=3, vocab=64, width=32, heads=4, hidden=64, mlp=MixtureOfExperts(experts=4, top_k=2), dense_layers=1
 )
+INPUTS = dataclasses.replace(DENSE, depth=3, windows=(None,), per_layer=PerLayer(8, scaled=True))
 TOKENS = np.random.default_rng(0).integers(1, 64, (BATCH, LENGTH)).astype(np.int32)
 CASES = {
     "pipeline": (DENSE, "pipeline=2", Contiguous()),
     "with tensor and data": (DENSE, "data=2,tensor=2,pipeline=2", Paged(page=4)),
     "uneven, with experts": (UNEVEN, "expert=2,pipeline=2", Contiguous()),
+    "uneven, with inputs of each layer": (INPUTS, "pipeline=2", Contiguous()),
 }
+LONG = ("pipeline", "uneven, with inputs of each layer")
 
 
 def _logits(config, layout, cache):
@@ -64,7 +68,7 @@ def _logits(config, layout, cache):
     return out, states
 
 
-@pytest.mark.parametrize("case", [pytest.param("pipeline", marks=pytest.mark.long), *list(CASES)[1:]])
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.long] * (c in LONG)) for c in CASES])
 def test_stages_give_what_one_device_gives(case):
     config, mesh, cache = CASES[case]
     logits, _ = _logits(config, generating(Layout(mesh)), cache)

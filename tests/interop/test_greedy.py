@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.torch
 
 PROMPT = np.random.default_rng(1).integers(3, foreign.VOCAB, 9).tolist()
-LONG = ("granite4", "nemotron_h", "deepseek_v32")
+LONG = ("granite4", "nemotron_h", "deepseek_v32", "gemma4", "gemma4 global")
 """Models that take long to compile; `experiments/interop` has them on three layouts."""
 CASES = [pytest.param(name, None, marks=[pytest.mark.long] * (name in LONG)) for name in foreign.MODELS]
 CASES += [("llama3", "tensor=4"), ("qwen3", "data=2,tensor=2,context=2")]

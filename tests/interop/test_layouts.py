@@ -19,7 +19,15 @@ pytestmark = pytest.mark.torch
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    [("qwen3", None), ("llama3", "tensor=4"), ("mixtral", "data=2,tensor=2,context=2"), ("deepseek_v3", "tensor=4")],
+    [
+        ("qwen3", None),
+        ("llama3", "tensor=4"),
+        ("mixtral", "data=2,tensor=2,context=2"),
+        ("deepseek_v3", "tensor=4"),
+        pytest.param("gemma4", "fsdp=2,tensor=2", marks=pytest.mark.long),
+        pytest.param("gemma4", "data=2,context=2", marks=pytest.mark.long),
+        pytest.param("gemma4 global", "data=2,pipeline=2", marks=pytest.mark.long),
+    ],
 )
 def test_greedy_tokens_are_theirs(name, where, tmp_path):
     text = foreign.continued(name, prompt=16, new=16)

@@ -362,6 +362,54 @@ PUBLISHED = {
 }
 
 
+_GEMMA4 = {
+    "attention_bias": False,
+    "enable_moe_block": False,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "model_type": "gemma4_text",
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "tie_word_embeddings": True,
+    "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144,
+}
+PUBLISHED["gemma4_31b"] = _GEMMA4 | {
+    "attention_k_eq_v": True,
+    "hidden_size": 5376,
+    "hidden_size_per_layer_input": 0,
+    "intermediate_size": 21504,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10,
+    "num_attention_heads": 32,
+    "num_global_key_value_heads": 4,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 16,
+    "num_kv_shared_layers": 0,
+    "sliding_window": 1024,
+    "use_bidirectional_attention": "vision",
+    "use_double_wide_mlp": False,
+}
+PUBLISHED["gemma4_e2b"] = _GEMMA4 | {
+    "attention_k_eq_v": False,
+    "hidden_size": 1536,
+    "hidden_size_per_layer_input": 256,
+    "intermediate_size": 6144,
+    "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+    "num_attention_heads": 8,
+    "num_global_key_value_heads": None,
+    "num_hidden_layers": 35,
+    "num_key_value_heads": 1,
+    "num_kv_shared_layers": 20,
+    "sliding_window": 512,
+    "use_bidirectional_attention": None,
+    "use_double_wide_mlp": True,
+}
 _GEMMA3 = PUBLISHED["gemma2_2b"] | {"model_type": "gemma3_text", "attn_logit_softcapping": None}
 
 
@@ -453,6 +501,15 @@ def test_groups_that_deepseek_v3_does_not_say_are_those_of_transformers():
     assert _read(values | {"n_group": None, "topk_group": None}).mlp.router.limit is None
 
 
+def test_gemma4_without_fields_has_the_values_of_transformers():
+    """Older files name the heads of global layers in two fields, newer ones list each layer's."""
+    for name, own in (("gemma4_31b", {"head_dim": 512, "num_key_value_heads": 4}), ("gemma4_e2b", {"head_dim": 512})):
+        values = PUBLISHED[name]
+        listed = {str(i): own for i, t in enumerate(values["layer_types"]) if t == "full_attention"}
+        plain = {k: v for k, v in values.items() if k not in ("rope_parameters", "global_head_dim")}
+        assert _read(plain | {"per_layer_config": listed}) == _read(plain) == _read(values)
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
 def test_a_window_of_null_is_none(name):
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
@@ -490,6 +547,15 @@ def test_rotary_positions_in_two_fields_must_agree(name):
         ("deepseek_v2_lite", {"attention_bias": True}, "attention_bias = True"),
         ("gemma2_2b", {"model_type": "gemma3_text"}, "attn_logit_softcapping = 50.0"),
         ("gemma2_2b", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ("gemma4_31b", {"enable_moe_block": True}, "enable_moe_block = True, but only False is supported"),
+        ("gemma4_31b", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'"),
+        ("gemma4_31b", {"attention_bias": True}, "attention_bias = True"),
+        ("gemma4_31b", {"per_layer_config": {"60": {"head_dim": 8}}}, "which is not an object of layers"),
+        ("gemma4_31b", {"per_layer_config": {"5": {"hidden_size": 8}}}, "only head_dim and num_key_value_heads are"),
+        ("gemma4_31b", {"per_layer_config": {"5": {"head_dim": 0}}}, "layer 5 of per_layer_config, has head_dim = 0"),
+        ("gemma4_e2b", {"num_kv_shared_layers": 31}, "num_kv_shared_layers = 31 and 35 layers, of which no other one"),
+        ("gemma4_e2b", {"num_kv_shared_layers": -1}, "num_kv_shared_layers = -1, which is not a whole number"),
+        ("gemma4_e2b", {"vocab_size_per_layer_input": 7}, "PerLayer.vocab = 7 is less than Transformer.vocab"),
         (
             "olmo2_7b",
             {"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 3.0}},

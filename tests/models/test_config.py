@@ -18,6 +18,8 @@ from jaxscale.models import (
     gemma2_2b,
     gemma2_9b,
     gemma3,
+    gemma4_31b,
+    gemma4_e2b,
     glm4_5,
     glm4_5_air,
     gpt2,
@@ -63,6 +65,7 @@ PUBLISHED = {
     gemma2_2b: 2_614_341_888,
     gemma2_9b: 9_241_705_984,
     gemma3: 3_880_263_168,
+    gemma4_31b: 30_697_345_340,
     phi3_mini: 3_821_079_552,
     sheared_llama_1_3b: 1_345_423_360,
     smollm3_3b: 3_075_098_624,
@@ -103,6 +106,13 @@ def test_mixtures_have_the_published_numbers_of_active_parameters():
     config, vocabulary = smallthinker_21b(), 2 * 151936 * 2560
     assert round((config.param_count() - vocabulary) / 1e9) == 21
     assert round((config.active_param_count() - vocabulary) / 1e9) == 3
+
+
+@pytest.mark.long
+def test_gemma4_e2b_has_the_published_number_of_parameters():
+    config = gemma4_e2b()  # as published: 2.3B without the tables of each layer's inputs
+    assert round((config.param_count() - 262144 * 35 * 256) / 1e9, 1) == 2.3
+    assert [i for i, w in enumerate(config.layer_windows()) if w is None] == [4, 9, 14, 19, 24, 29, 34]
 
 
 @pytest.mark.long

@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 
 from jaxscale.errors import ConfigError
-from jaxscale.nn import LinearScaling, Llama3Scaling, LongRopeScaling, NTKScaling, Rotary, YarnScaling, rotate
+from jaxscale.nn import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    NTKScaling,
+    ProportionalScaling,
+    Rotary,
+    YarnScaling,
+    rotate,
+)
 from tests.truth import numpy_transformer as truth
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
@@ -16,6 +25,8 @@ SCALINGS = [
     None,
     LinearScaling(8.0),
     NTKScaling(4.0),
+    ProportionalScaling(0.25),
+    ProportionalScaling(0.7, 4.0),
     Llama3Scaling(),
     Llama3Scaling(32.0, 1.0, 4.0, 256),
     YarnScaling(),

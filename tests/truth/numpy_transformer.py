@@ -22,6 +22,7 @@ from jaxscale.nn import (
     MixtureOfExperts,
     MultiHeadLatent,
     NTKScaling,
+    ProportionalScaling,
     QKNorm,
     RMSNorm,
     SwiGLU,
@@ -225,6 +226,10 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: Any, length: int = 
         return np.array(plain), 1.0
     if isinstance(scaling, LinearScaling):
         return np.array([f / scaling.factor for f in plain]), 1.0
+    if isinstance(scaling, ProportionalScaling):
+        # the first `fraction` of the pairs turn at the frequencies of the whole head, the others not at all
+        turned = int(scaling.fraction * head_dim / 2)
+        return np.array([f / scaling.factor if i < turned else 0.0 for i, f in enumerate(plain)]), 1.0
     if isinstance(scaling, Llama3Scaling):
         return np.array([_llama3(f, scaling) for f in plain]), 1.0
     if isinstance(scaling, YarnScaling):

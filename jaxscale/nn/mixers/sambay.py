@@ -302,8 +302,8 @@ class CrossDecoderAttention(_Reads):
                     "positions than its queries; give both the same Block.rotary, and a window to both or to none if "
                     "there are Transformer.local_positions"
                 )
-            given = config.blocks[giver].mixer or config.attention_layer
-            wide, own = given.dims(config.sizes.head_dim).key, self.dims(config.sizes.head_dim).key
+            lender = config.blocks[giver].mixer or config.attention_layer
+            wide, own = lender.dims(config.sizes.head_dim).key, self.dims(config.sizes.head_dim).key
             if wide != own:
                 raise ConfigError(
                     f"block {i} of Transformer.blocks has queries of width {own} and reads the keys of block {giver}, "

@@ -22,6 +22,29 @@ from jaxscale.nn import (
 )
 
 
+def _gemma2(depth: int, width: int, heads: int, hidden: int) -> TransformerConfig:
+    return TransformerConfig(
+        depth=depth,
+        vocab=256000,
+        width=width,
+        heads=heads,
+        kv_heads=heads // 2,
+        head_dim=256,
+        hidden=hidden,
+        norm=UnitOffsetRMSNorm,
+        mlp=GeGLU,
+        windows=(4096, None),
+        attention_softcap=50.0,
+        logit_softcap=30.0,
+        attention_scale=256**-0.5,
+        tied=True,
+        post_norm=True,
+        embed_scale=width**0.5,
+        dtype="bfloat16",
+        memory="full",
+    )
+
+
 @register
 def gemma2_2b(**changes: Any) -> TransformerConfig:
     """Gemma 2 2B (Gemma Team 2024): every second layer local, soft caps, norms before and after each sub-layer."""

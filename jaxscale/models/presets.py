@@ -20,7 +20,6 @@ from jaxscale.nn import (
     ClampedSwiGLU,
     GatedDeltaNet,
     GatedMultiHead,
-    GeGLU,
     GroupLimit,
     LayerNorm,
     Mamba2,
@@ -194,29 +193,6 @@ def qwen3_next_80b(**changes: Any) -> TransformerConfig:
         memory="full",
     )
     return _changed(config, "qwen3_next_80b", changes)
-
-
-def _gemma2(depth: int, width: int, heads: int, hidden: int) -> TransformerConfig:
-    return TransformerConfig(
-        depth=depth,
-        vocab=256000,
-        width=width,
-        heads=heads,
-        kv_heads=heads // 2,
-        head_dim=256,
-        hidden=hidden,
-        norm=UnitOffsetRMSNorm,
-        mlp=GeGLU,
-        windows=(4096, None),
-        attention_softcap=50.0,
-        logit_softcap=30.0,
-        attention_scale=256**-0.5,
-        tied=True,
-        post_norm=True,
-        embed_scale=width**0.5,
-        dtype="bfloat16",
-        memory="full",
-    )
 
 
 @register

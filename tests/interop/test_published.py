@@ -555,7 +555,7 @@ def test_rotary_positions_in_two_fields_must_agree(name):
         ("gemma4_31b", {"per_layer_config": {"5": {"head_dim": 0}}}, "layer 5 of per_layer_config, has head_dim = 0"),
         ("gemma4_e2b", {"num_kv_shared_layers": 31}, "num_kv_shared_layers = 31 and 35 layers, of which no other one"),
         ("gemma4_e2b", {"num_kv_shared_layers": -1}, "num_kv_shared_layers = -1, which is not a whole number"),
-        ("gemma4_e2b", {"vocab_size_per_layer_input": 7}, "PerLayer.vocab = 7 is less than Transformer.vocab"),
+        ("gemma4_e2b", {"vocab_size_per_layer_input": 7}, "vocab_size_per_layer_input = 7, fewer than vocab_size"),
         (
             "olmo2_7b",
             {"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 3.0}},

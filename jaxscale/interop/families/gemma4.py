@@ -71,6 +71,10 @@ def _model(c: Fields) -> TransformerConfig:
         layers.append(BlockConfig(None if mixer == ValueNormMultiHead() else mixer, None, window))
     inputs = c.get("hidden_size_per_layer_input", 256)
     rows = c.size("vocab_size_per_layer_input", 262144)
+    if inputs and rows < common["vocab"]:
+        raise CheckpointError(
+            f"{c.what} has vocab_size_per_layer_input = {rows}, fewer than vocab_size = {common['vocab']}"
+        )
     cap = c.get("final_logit_softcapping", None)
     positions = by_type(c, 1e6, 1e4)
     if c.get("rope_parameters", None) is None:

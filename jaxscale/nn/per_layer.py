@@ -154,7 +154,8 @@ class BlockEnd(nnx.Module):
     def __init__(self, config: Any, *, rngs: nnx.Rngs):
         own, width = config.per_layer, config.sizes.width
         types: dict[str, Any] = dict(dtype=jnp.dtype(config.dtype), param_dtype=jnp.dtype(config.param_dtype))
-        linear, inputs = partial(Linear, rngs=rngs, **types), own.width
+        linear: Any = partial(Linear, rngs=rngs, **types)
+        inputs = own.width
         self.gate = None if inputs is None else linear({"embed": width}, {AXIS: inputs})
         self.out = None if inputs is None else linear({AXIS: inputs}, {"embed": width})
         self.norm = None if inputs is None else config.norm(width, eps=config.norm_eps, **types)

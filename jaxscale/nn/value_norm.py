@@ -48,7 +48,7 @@ class ValueNormAttention(Attention):
         super().__init__(width, heads, kv_heads, head_dim, norm_eps=norm_eps, rngs=rngs, **options)
         self.norm_eps = norm_eps
         if settings.keys_as_values:
-            self.v = None
+            self.v = None  # type: ignore[assignment]
         if settings.lends:
             self.decode_state = self.decode_state._replace(window=None)  # type: ignore[attr-defined]
 

@@ -251,7 +251,8 @@ class Layout:
         """Return the partition spec of a tensor from its logical axes.
 
         Exceptions to the rules: a stack of layers that the stages do not divide, or whose stages have several chunks,
-        is sharded along its first other dimension that divides, and each step moves every layer to its stage. The same
+        is sharded along its first other dimension that divides, and each step moves every layer to its stage; one
+        number of each layer is replicated. The same
         holds for a parameter, its gradient and its optimizer state whose vocabulary does not divide; a vector over the
         vocabulary is then replicated. Key heads (`kv_heads`) that their mesh axes do not divide are replicated.
 
@@ -306,8 +307,8 @@ class Layout:
                 if i != at and size % self._pieces((*targets[i], *targets[at])) == 0:
                     targets[i], targets[at] = (*targets[i], *targets[at]), ()
                     break
-            if axis in FILLED and len(shape) == 1:
-                targets[at] = ()
+            if (axis in FILLED and len(shape) == 1) or (axis == "layers" and math.prod(shape) == shape[at]):
+                targets[at] = ()  # a number for each id or layer: no other dimension can be sharded
         return targets
 
     def _moves(self, axis: str | None, size: int, target: Sequence[str], kind: Kind) -> bool:

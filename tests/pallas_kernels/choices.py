@@ -31,6 +31,7 @@ from pallas_kernels.fftconv import fftconv
 from pallas_kernels.flash_attention import cudnn, flash_attention
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_stored_matmul import grouped_stored_matmul
+from pallas_kernels.routed_experts import routed_experts
 from pallas_kernels.softmax import softmax
 from pallas_kernels.stored_matmul import stored_matmul
 from pallas_kernels.stored_matmul.examples import FORMATS
@@ -253,6 +254,16 @@ def _experts() -> Iterator[Case]:
         yield Case(
             "grouped_stored_matmul", name, grouped_stored_matmul, (like(256, 4096), many, like(8, dtype="int32"))
         )
+    for name, tokens, dtype, (groups, top, e, f) in (
+        ("Mixtral", 256, "bfloat16", (8, 2, 4096, 14336)),
+        ("Qwen3-30B-A3B", 8, "bfloat16", (128, 8, 2048, 768)),
+        ("Qwen3-30B-A3B", 4096, "bfloat16", (128, 8, 2048, 768)),
+        ("Qwen3-30B-A3B", 256, "float16", (128, 8, 2048, 768)),
+    ):
+        into, back = like(groups, e, f, dtype=dtype), like(groups, f, e, dtype=dtype)
+        routing = like(tokens, top, dtype="int32"), like(tokens, top, dtype="float32")
+        arrays = like(tokens, e, dtype=dtype), *routing, into, into, back
+        yield Case("routed_experts", f"{name}: {tokens} tokens", routed_experts, arrays, (0, 2, 3, 4, 5))
 
 
 def _stored() -> Iterator[Case]:

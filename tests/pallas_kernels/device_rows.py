@@ -164,7 +164,12 @@ def _withdrawn_case(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         return op, {"direction": "forward" if part in ("out", "lse") else "backward", "dtype": dtype}
     if op == "linear_cross_entropy":  # the kernel is the forward pass, and the gradient uses its log-sum-exp
         return op, {"direction": "forward", "dtype": dtype}
-    if op in ("chunked_recurrence", "fftconv", "grouped_matmul"):  # both directions have the same steps
+    if op in (
+        "chunked_recurrence",
+        "fftconv",
+        "grouped_matmul",
+        "routed_experts",
+    ):  # both directions have the same steps
         return op, {"facts.dtype": dtype}
     if op == "grouped_stored_matmul":
         return op, {"facts.each.dtype": dtype}

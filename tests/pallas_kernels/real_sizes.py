@@ -34,6 +34,7 @@ from tests.pallas_kernels.flash_attention import cases as attention_cases
 from tests.pallas_kernels.flash_attention import grid
 from tests.pallas_kernels.grouped_matmul import cases as grouped_cases
 from tests.pallas_kernels.grouped_stored_matmul import cases as grouped_stored_cases
+from tests.pallas_kernels.routed_experts import cases as routed_cases
 from tests.pallas_kernels.works import loss_and_gradients, update_program
 
 
@@ -47,6 +48,7 @@ def works(small: bool = False) -> Iterator[Work]:
     yield from _stored(small)
     yield from _grouped(small)
     yield from _grouped_stored(small)
+    yield from _routed(small)
     yield from _recurrence(small)
 
 
@@ -413,6 +415,17 @@ def _grouped_stored(small: bool) -> Iterator[Work]:
         make = functools.partial(grouped_stored_cases.program, form, "bfloat16", k=k, n=n, times=times)
         feature = f"{form} {180 * times}x{k}x{n}"
         yield Work("grouped_stored_matmul", feature, "bfloat16", grouped_stored_cases.PARTS, make, large=True)
+
+
+# layers of experts ---------------------------------------------------------------------------------------------------
+
+
+def _routed(small: bool) -> Iterator[Work]:
+    shapes = dict(tokens=40, e=64, f=128) if small else dict(tokens=512, e=2048, f=1408)
+    for feature in routed_cases.FEATURES:
+        make = functools.partial(routed_cases.program, feature, "bfloat16", **shapes)
+        name = f"{feature} {'x'.join(map(str, shapes.values()))}"
+        yield Work("routed_experts", name, "bfloat16", routed_cases.PARTS, make, large=True)
 
 
 # recurrences ---------------------------------------------------------------------------------------------------------

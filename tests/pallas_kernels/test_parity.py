@@ -15,7 +15,14 @@ HERE = tuple(b for b in BACKENDS if b != "mosaic_gpu" or dispatch.JAX_VERSION >=
 
 def _sample(dtype: str) -> list[Case]:
     """Return the fast cases: without float16, large arrays, and ops that have such tests of their own."""
-    slow = ("flash_attention", "chunked_recurrence", "fftconv", "grouped_matmul", "grouped_stored_matmul")
+    slow = (
+        "flash_attention",
+        "chunked_recurrence",
+        "fftconv",
+        "grouped_matmul",
+        "grouped_stored_matmul",
+        "routed_experts",
+    )
     return [c for c in CASES.values() if c.dtype == dtype and "large" not in c.feature and c.op not in slow]
 
 

@@ -36,6 +36,7 @@ def works() -> Iterator[Work]:
     yield from _convolution_works()
     yield from _grouped_works()
     yield from _grouped_stored_works()
+    yield from _routed_works()
 
 
 # softmax ---------------------------------------------------------------------------------------------------------
@@ -340,3 +341,14 @@ def _grouped_stored_works() -> Iterator[Work]:
 
     for form, dtype in (("mxfp4", "float32"), ("mxfp4", "bfloat16"), ("mxfp4", "float16"), ("int8", "bfloat16")):
         yield Work("grouped_stored_matmul", form, dtype, PARTS, functools.partial(program, form, dtype))
+
+
+# layers of experts -------------------------------------------------------------------------------------------------
+
+
+def _routed_works() -> Iterator[Work]:
+    from tests.pallas_kernels.routed_experts.cases import FEATURES, PARTS, program
+
+    for feature in FEATURES:
+        for dtype in ("float32", "bfloat16", "float16"):
+            yield Work("routed_experts", feature, dtype, PARTS, functools.partial(program, feature, dtype))

@@ -7,6 +7,7 @@ from jaxscale.layout.draw import blocks_of, draw
 from jaxscale.layout.host import DEVICE, HOST, host_memory_or_say, why_no_host_memory
 from jaxscale.layout.layout import Layout, constrain, current, fill, filled_shape, in_use, say_once, unfill
 from jaxscale.layout.mesh import make_mesh, parse_mesh, simulate_devices
+from jaxscale.layout.moving import moved, nearest, tree_moved
 from jaxscale.layout.pipeline import Pipeline
 from jaxscale.layout.rules import PRESETS, Rules, experts_as, preset, shared_rows
 from jaxscale.layout.schedules import SCHEDULES
@@ -26,18 +27,18 @@ from jaxscale.layout.unnamed import Inferred, fitting_layout, infer_names
 
 __all__ = [
     "AXES",
-    "Boxes",
     "DEVICE",
     "HOST",
-    "Inferred",
-    "Layout",
     "MESH_AXES",
-    "Move",
     "PRESETS",
-    "Pipeline",
-    "Rules",
     "SCHEDULES",
     "STACKED",
+    "Boxes",
+    "Inferred",
+    "Layout",
+    "Move",
+    "Pipeline",
+    "Rules",
     "Simulation",
     "Table",
     "TensorInfo",
@@ -60,7 +61,9 @@ __all__ = [
     "infer_names",
     "init_distributed",
     "make_mesh",
+    "moved",
     "named",
+    "nearest",
     "parse_mesh",
     "path_name",
     "preset",
@@ -70,6 +73,7 @@ __all__ = [
     "shared_rows",
     "simulate",
     "simulate_devices",
+    "tree_moved",
     "unfill",
     "why_no_host_memory",
 ]

@@ -24,7 +24,7 @@ from jaxscale.data import to_devices
 from jaxscale.data.batch import Batch
 from jaxscale.data.loader import filled
 from jaxscale.errors import ConfigError, LayoutError, RunError
-from jaxscale.layout import Layout
+from jaxscale.layout import Layout, moved, nearest
 from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.prepare import prepare, step_of
@@ -120,18 +120,21 @@ def _moved(name: str, x: jax.Array, where: jax.sharding.Sharding, alive: Collect
 
 
 class Elastic:
-    """Training that continues when devices are lost.
+    """Training that continues when devices are lost, and on more or fewer of them.
 
     Args:
-      config: the run's settings; its layout must have a `data` axis.
+      config: the run's settings; its layout must have a `data` or an `expert` axis.
 
     Raises:
-      ConfigError: the layout has no `data` axis, the objective needs several rows together, or there is `batching`.
+      ConfigError: the layout has neither axis, the objective needs several rows together, or there is `batching`.
     """
 
     def __init__(self, config: TrainConfig):
-        if config.layout is None or config.layout.sizes["data"] == 1:
-            raise ConfigError(f"Elastic needs a layout with a data axis, such as Layout('data=2'), not {config.layout}")
+        if config.layout is None or config.layout.sizes["data"] == config.layout.sizes["expert"] == 1:
+            raise ConfigError(
+                f"Elastic needs a layout with a data axis, such as Layout('data=2'), or an expert axis, not "
+                f"{config.layout}"
+            )
         if config.objective.group > 1 or not config.objective.additive:
             name = type(config.objective).__name__
             raise ConfigError(f"Elastic distributes single rows, but {name} needs several rows together; use fit")
@@ -175,11 +178,40 @@ class Elastic:
                               "that is left has to divide the batch")  # fmt: skip
         old = flatten(self.state)
         blueprint, _ = blueprint_of(dataclasses.replace(self.config, layout=smaller))
-        moved = move(old, flatten(blueprint.shardings()), alive)
-        moved["rng"] = jax.random.wrap_key_data(moved["rng"])
+        copied = move(old, flatten(blueprint.shardings()), alive)
+        copied["rng"] = jax.random.wrap_key_data(copied["rng"])
         self.alive = alive
         self._cut(smaller)
-        self.state = jax.tree.unflatten(jax.tree.structure(self.state), [moved[name] for name in old])
+        self.state = jax.tree.unflatten(jax.tree.structure(self.state), [copied[name] for name in old])
+
+    def rescale(self, mesh: str, devices: Sequence[jax.Device] | None = None) -> int:
+        """Continue on another mesh, such as one with more or fewer devices along `expert`, with the same batches.
+
+        Devices take the places in it where they have most already, and receive only what they have not.
+
+        Args:
+          mesh: the new mesh.
+          devices: those that may be used; by default the present ones and then the process' others.
+
+        Returns:
+          the bytes of parameters and optimizer state that devices received.
+
+        Raises:
+          LayoutError: the mesh does not fit the devices, the model or the batch; nothing was changed.
+        """
+        usable = list(dict.fromkeys([*self.alive, *jax.devices()])) if devices is None else list(devices)
+        new = dataclasses.replace(self.layout.specification, mesh=mesh)
+        arrays, structure = jax.tree.flatten(self.state)
+
+        def where(layout: Layout) -> list[jax.sharding.Sharding]:
+            return jax.tree.leaves(blueprint_of(dataclasses.replace(self.config, layout=layout))[0].shardings())
+
+        placed = nearest(new, arrays, where, usable)
+        state, received = moved(arrays, where(placed))
+        self.alive = list(placed.device_mesh.devices.flat)
+        self._cut(placed)
+        self.state = jax.tree.unflatten(structure, state)
+        return received
 
     def _cut(self, layout: Layout) -> None:
         config, self.layout = self.config, layout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jaxscale.infer.cache import Contiguous, Paged, generating
 from jaxscale.infer.engine import Cached, Engine, Request
 from jaxscale.infer.sampling import Sampling, SamplingArrays, choose
 from jaxscale.infer.stages import on_stages
-from jaxscale.layout import Layout, shardings_of
+from jaxscale.layout import Layout, nearest, shardings_of, tree_moved
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import MixtureOfExperts
 from jaxscale.step.state import describe_model
@@ -342,3 +343,44 @@ def test_an_engine_that_cannot_be_is_refused():
     experts = TransformerConfig(depth=1, vocab=VOCAB, width=32, heads=2, mlp=MixtureOfExperts(capacity=1.0))
     with pytest.raises(ConfigError, match="MixtureOfExperts.capacity"):
         make_engine(config=experts)
+
+
+@pytest.mark.long
+def test_expert_parallelism_grows_and_shrinks_while_an_engine_answers():
+    config = TransformerConfig(
+        depth=1, vocab=VOCAB, width=32, heads=2, hidden=32, mlp=MixtureOfExperts(experts=8, top_k=2)
+    )
+    requests = list(trace(24, seed=5))
+    engine, layout = make_engine("expert=2", config=config, rows=2), Layout("expert=2")
+    _, infos = describe_model(config)
+    out, meshes = {r.id: ([], []) for r in requests}, iter(("expert=4", "expert=8", "expert=4"))
+    for step in itertools.count():
+        for request in requests[step : step + 1]:
+            engine.submit(request)
+        if step in (6, 12, 18):
+            assert engine.stats.running > 1
+            new = Layout(next(meshes))
+            params = engine.stepper._params
+            arrays = jax.tree.leaves(params)
+            place = lambda layout: jax.tree.leaves(shardings_of(infos, generating(layout)))  # noqa: E731
+            layout = nearest(new, arrays, place, jax.devices()[:8])
+            params, received = tree_moved(params, shardings_of(infos, generating(layout)))
+            assert 0 < received
+            engine.move(engine.stepper.on(params, layout))
+        if step >= len(requests) and not engine.busy:
+            break
+        for event in engine.step():
+            out[event.id][0].append(event.token)
+            out[event.id][1].append(event.logprob)
+    agree(out, alone(requests, config))
+    stats = engine.stats
+    assert layout.sizes["expert"] == 4 and engine.slots == 8
+    assert stats.tokens_out == sum(len(tokens) for tokens, _ in out.values()) and stats.computed > stats.tokens_in
+
+
+def test_a_stepper_of_another_model_or_for_shorter_sequences_cannot_go_on():
+    engine = make_engine()
+    with pytest.raises(ConfigError, match="another vocab"):
+        engine.move(make_engine(config=dataclasses.replace(CONFIG, vocab=61)).stepper)
+    with pytest.raises(ConfigError, match="length is 16, and requests were accepted for 32"):
+        engine.move(make_engine(length=16).stepper)

@@ -23,7 +23,8 @@ Small = functools.partial(TransformerConfig, vocab=32, width=16, heads=2, hidden
 
 def config(mesh, **changes):
     settings = dict(data=js.data.synthetic(32, documents=64, length=64), steps=6, lr=1e-2, eval_batches=0)
-    return TrainConfig(model=Small(), layout=Layout(mesh), batch_size=8, seq_len=16, **settings | changes)
+    settings = dict(model=Small()) | settings
+    return TrainConfig(layout=Layout(mesh), batch_size=8, seq_len=16, **settings | changes)
 
 
 def destroy(state, devices):
@@ -73,3 +74,23 @@ def test_too_few_devices_for_a_slice_are_refused():
         run.lose(run.alive[:3])
     with pytest.raises(ConfigError, match="needs a layout with a data axis"):
         Elastic(config("tensor=2"))
+
+
+@pytest.mark.long
+def test_expert_parallelism_grows_and_shrinks_between_steps_with_the_same_losses():
+    model = Small(dropout=0.0, mlp=js.nn.MixtureOfExperts(experts=8, top_k=2, hidden=16))
+    whole = Elastic(config("expert=2", model=model))
+    expected = [whole.step()["loss"] for _ in range(6)]
+    run, losses = Elastic(config("expert=2", model=model)), []
+    of_experts = sum(x.nbytes for x in jax.tree.leaves(run.state) if x.ndim == 4)
+    for mesh in (None, "expert=4", "expert=8", "expert=4", None, None):
+        if mesh is not None:
+            before = {d for x in jax.tree.leaves(run.state.params) for d in x.devices()}
+            received = run.rescale(mesh)
+            new = len({*run.alive} - before)
+            rest = sum(x.nbytes for x in jax.tree.leaves(run.state)) - of_experts
+            # new devices get all but experts, whole; of the experts half moves, to new devices or from lost ones
+            assert received == pytest.approx(new * rest + of_experts / 2, rel=1e-3), mesh
+        losses.append(run.step()["loss"])
+    assert run.layout.sizes["expert"] == 4
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)

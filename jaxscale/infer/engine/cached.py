@@ -61,6 +61,8 @@ class Cached:
         scheduler: Scheduler = FirstCome(),  # noqa: B008
         end_ids: Iterable[int] = (),
     ):
+        self._settings = dict(cache=cache, rows=rows, length=length, budget=budget, scheduler=scheduler)
+        self._graphdef = graphdef
         self.layout, self.cache, self.scheduler = generating(layout), cache, scheduler
         model = nnx.merge(graphdef, params)
         self.vocab, self.prefix = model.head_weight().shape[0], getattr(model, "prefix", ())
@@ -90,6 +92,19 @@ class Cached:
         """
         self._params = params
         self.pages.forget_prefixes()
+
+    def on(self, params: Tree, layout: Layout | None) -> Cached:
+        """Return a stepper of the same model and sizes on another layout, with an empty cache, for `Engine.move`.
+
+        Args:
+          params: the parameters, sharded by `layout`; `jaxscale.layout.tree_moved` moves them.
+          layout: the layout.
+
+        Raises:
+          ConfigError: as the class.
+          LayoutError: likewise.
+        """
+        return Cached(self._graphdef, params, layout=layout, end_ids=self.end_ids, **self._settings)  # type: ignore[arg-type]
 
     def counts(self) -> dict[str, int]:
         """See `Stepper`."""

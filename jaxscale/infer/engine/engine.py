@@ -79,6 +79,7 @@ class Engine:
         self._sequences: dict[Hashable, SequenceState] = {}
         self._events: list[Event] = []
         self._number = self._tokens_in = self._tokens_out = self._preemptions = 0
+        self._before: dict[str, int] = {}  # what earlier steppers counted
 
     @property
     def slots(self) -> int:
@@ -155,13 +156,14 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """The engine's state and counts."""
+        counts = {name: n + self._before.get(name, 0) for name, n in self.stepper.counts().items()}
         return Stats(
             waiting=len(self._queue),
             running=len(self._running),
             tokens_in=self._tokens_in,
             tokens_out=self._tokens_out,
             preemptions=self._preemptions,
-            **self.stepper.counts(),
+            **counts,
         )
 
     def step(self) -> list[Event]:
@@ -176,6 +178,32 @@ class Engine:
             self._sort()
             self.stepper.run(plan, lambda *new: events.append(self._add_token(*new)))
         return events
+
+    def move(self, stepper: Stepper) -> None:
+        """Continue with another stepper of the same model, such as one on more devices (`Cached.on`).
+
+        Unfinished requests stay, and get the tokens that they would have got: what running sequences had in the cache
+        is computed again.
+
+        Args:
+          stepper: the new stepper.
+
+        Raises:
+          ConfigError: it has other ids, or is for shorter sequences; nothing was changed.
+        """
+        old, names = self.stepper, ("vocab", "end_ids", "prefix")
+        if other := [name for name in names if getattr(old, name) != getattr(stepper, name)]:
+            raise ConfigError(f"a stepper with another {other[0]} would answer otherwise; use one of the same model")
+        if stepper.length < old.length:
+            raise ConfigError(f"the stepper's length is {stepper.length}, and requests were accepted for {old.length}")
+        for sequence in self._running:
+            old.release(sequence)
+            sequence.digests = []  # of pages, which may have another size
+        self._sort()
+        for name, n in old.counts().items():
+            if not name.startswith("pages_"):
+                self._before[name] = self._before.get(name, 0) + n
+        self.stepper = stepper
 
     def compile(self, note: Callable[[int, int], None] = lambda done, of: None) -> None:
         """Compile every program that a step may need, so that no request waits for it, whatever its `Sampling`.

@@ -50,8 +50,8 @@ class MixtureOfExperts:
         drops none.
       group: with a capacity, number of consecutive tokens of a row that share it; a whole row by default.
       dispatcher: how tokens get to the devices of their experts: `DroplessDispatch()`, `AllGatherDispatch()`,
-        `HierarchicalDispatch()`, or with a capacity `SlotDispatch()`; by default the first or the last. Weights are
-        sharded alike with all.
+        `HierarchicalDispatch()`, `FusedDispatch()`, or with a capacity `SlotDispatch()`; by default the first or the
+        last. Weights are sharded alike with all.
       balance_loss: weight of the load-balance loss (0.01 in Switch), over the tokens of a micro-batch on all devices.
       sequence_balance: balance the tokens of each row, and not those of all rows together; the loss is the mean over
         rows (DeepSeek-V3, Liu et al. 2024, eq. 17, with a weight of 1e-4).

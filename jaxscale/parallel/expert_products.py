@@ -13,11 +13,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxscale.parallel.arithmetic import Arithmetic, Cut, Numbers
+from jaxscale.parallel.arithmetic import PASSES, Arithmetic, Cast, Cut, Numbers
 from jaxscale.parallel.dispatch.base import ExpertAxes
 from jaxscale.parallel.seeds import mixed
 from jaxscale.parallel.weight import Weight
 from pallas_kernels.grouped_matmul import bias_of_rows, grouped_sum
+from pallas_kernels.routed_experts import routed_experts
 
 UP = ("experts", "expert_embed", "expert_mlp")
 DOWN = ("experts", "expert_mlp", "expert_embed")
@@ -87,6 +88,69 @@ class ProductSettings:
           embed: which dimension of the product's matrices is that of the model, 1 or 2.
         """
         return ((), self.axes.mlp) if embed == 1 else (self.axes.mlp, ())
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsOf:
+    """A device's experts, as a function of their rows (`jaxscale.parallel.dispatch.base.Apply`).
+
+    Args:
+      weights: their matrices.
+      taps: get the gradients of the matrices.
+      biases: added after each product, or `None`.
+      seed: of random numbers, or `None`.
+      settings: static settings.
+    """
+
+    weights: Weights
+    taps: Weights
+    biases: Biases | None
+    seed: Array | None
+    settings: ProductSettings
+
+    def __call__(self, rows: Array, scale: Array, sizes: Array | None = None) -> Array:
+        """Return `apply_experts` of these experts.
+
+        Args:
+          rows: see there.
+          scale: likewise.
+          sizes: likewise.
+        """
+        return apply_experts(
+            rows, scale, sizes, weights=self.weights, taps=self.taps, biases=self.biases, seed=self.seed,
+            settings=self.settings,
+        )  # fmt: skip
+
+    @property
+    def fused(self) -> Callable[[Array, Array, Array], Array] | None:
+        """`routed_experts` of these experts, by rows, numbers of experts and weights, or `None`.
+
+        It is for matrices that are arrays, whole along the width, multiplied as they are and without biases.
+        """
+        arithmetic, axes = self.settings.arithmetic, self.settings.axes
+        plain = all(type(getattr(arithmetic, name)) is Cast for name in PASSES)
+        arrays = all(w is None or isinstance(w, jax.Array) for w in self.weights)
+        if not plain or not arrays or self.biases is not None or axes.gathered or axes.scattered:
+            return None
+        # the values of taps are those of the weights, where neither is gathered
+        matrices = [None if w is None else w.astype(arithmetic.dtype) for w in self.taps]
+        activation = _Hidden(self.settings.act, self.settings.combine, self.taps.gate is not None)
+        return lambda rows, ids, scale: routed_experts(rows, ids, scale, *matrices, activation=activation)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hidden:
+    """The hidden layer of products that are a gate's and another's, or one."""
+
+    act: Callable[[Array], Array]
+    combine: Callable[[Array, Array], Array] | None
+    gated: bool
+
+    def __call__(self, *products: Array) -> Array:
+        if not self.gated:
+            return self.act(*products)
+        gate, up = products
+        return self.act(gate) * up if self.combine is None else self.combine(gate, up)
 
 
 def apply_experts(

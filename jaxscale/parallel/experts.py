@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,7 @@ from jaxscale.parallel.arithmetic import Arithmetic
 from jaxscale.parallel.dispatch import Capacity, Choices, Dispatcher, DroplessDispatch, ExpertAxes, SlotDispatch, Slots
 from jaxscale.parallel.dispatch.base import size
 from jaxscale.parallel.dispatch.routed import fill
-from jaxscale.parallel.expert_products import DOWN, UP, Biases, ProductSettings, Weights, apply_experts
+from jaxscale.parallel.expert_products import DOWN, UP, Biases, ExpertsOf, ProductSettings, Weights
 from jaxscale.parallel.seeds import mixed, next_seed
 from jaxscale.parallel.sharded import cut_over, free_and_manual
 from jaxscale.parallel.weight import Weight
@@ -214,7 +213,7 @@ def _local(
     if seed is not None:  # places are counted on each device, which has random numbers of its own
         for m in dict.fromkeys((*axes.tokens, *axes.experts, *axes.mlp)):
             seed = mixed(seed + lax.axis_index(m).astype(jnp.uint32))
-    apply = functools.partial(apply_experts, weights=weights, taps=taps, biases=biases, seed=seed, settings=settings)
+    apply = ExpertsOf(weights, taps, biases, seed, settings)
     local_experts = weights.up.shape[0]
     if capacity is not None and isinstance(routed, Choices):
         routed = fill(routed, local_experts * size(axes.experts), capacity)

@@ -18,7 +18,7 @@ from jaxscale.hardware import Chip
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
 from jaxscale.nn import MixtureOfExperts
-from jaxscale.parallel.dispatch import Dispatcher, DroplessDispatch, HierarchicalDispatch, SlotDispatch
+from jaxscale.parallel.dispatch import Dispatcher, DroplessDispatch, FusedDispatch, HierarchicalDispatch, SlotDispatch
 from pallas_kernels.dispatch import Target
 from pallas_kernels.grouped_matmul import gpu, tpu
 from pallas_kernels.grouped_matmul.inputs import Facts
@@ -217,7 +217,7 @@ def slowest_rows(
 
 
 def _ragged(dispatcher: Dispatcher) -> bool:
-    return isinstance(dispatcher, DroplessDispatch | HierarchicalDispatch)
+    return isinstance(dispatcher, DroplessDispatch | FusedDispatch | HierarchicalDispatch)
 
 
 def _whole(shares: Float[np.ndarray, " x"], total: int) -> np.ndarray:

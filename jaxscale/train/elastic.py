@@ -24,7 +24,7 @@ from jaxscale.data import to_devices
 from jaxscale.data.batch import Batch
 from jaxscale.data.loader import filled
 from jaxscale.errors import ConfigError, LayoutError, RunError
-from jaxscale.layout import Layout, moved, nearest
+from jaxscale.layout import Layout, Rules, moved, nearest
 from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.prepare import prepare, step_of
@@ -157,7 +157,7 @@ class Elastic:
         with self.layout:
             batch = to_devices(padded, int(self.state.step), self._batch)
             self.state, metrics = self._step(self.state, batch)
-        return {name: float(value) for name, value in metrics.items()}
+        return {name: float(value) for name, value in metrics.items() if isinstance(value, jax.Array)}
 
     def lose(self, lost: Collection[jax.Device]) -> None:
         """Continue without these devices.
@@ -184,7 +184,7 @@ class Elastic:
         self._cut(smaller)
         self.state = jax.tree.unflatten(jax.tree.structure(self.state), [copied[name] for name in old])
 
-    def rescale(self, mesh: str, devices: Sequence[jax.Device] | None = None) -> int:
+    def rescale(self, mesh: str, devices: Sequence[jax.Device] | None = None, rules: str | Rules | None = None) -> int:
         """Continue on another mesh, such as one with more or fewer devices along `expert`, with the same batches.
 
         Devices take the places in it where they have most already, and receive only what they have not.
@@ -192,6 +192,7 @@ class Elastic:
         Args:
           mesh: the new mesh.
           devices: those that may be used; by default the present ones and then the process' others.
+          rules: new rules; by default the present ones. Those of `experts_as` move nothing on the same mesh.
 
         Returns:
           the bytes of parameters and optimizer state that devices received.
@@ -200,7 +201,8 @@ class Elastic:
           LayoutError: the mesh does not fit the devices, the model or the batch; nothing was changed.
         """
         usable = list(dict.fromkeys([*self.alive, *jax.devices()])) if devices is None else list(devices)
-        new = dataclasses.replace(self.layout.specification, mesh=mesh)
+        present = self.layout.specification
+        new = dataclasses.replace(present, mesh=mesh, rules=present.rules if rules is None else rules)
         arrays, structure = jax.tree.flatten(self.state)
 
         def where(layout: Layout) -> list[jax.sharding.Sharding]:

@@ -13,7 +13,13 @@ from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import Layout, Rules, preset
 from jaxscale.nn import ExpertChoiceRouter, MixtureOfExperts
 from jaxscale.parallel import Arithmetic, Capacity, Choices, IntegerWire, SignWire, Weights, expert_mlp
-from jaxscale.parallel.dispatch import AllGatherDispatch, DroplessDispatch, HierarchicalDispatch, SlotDispatch
+from jaxscale.parallel.dispatch import (
+    AllGatherDispatch,
+    DroplessDispatch,
+    FusedDispatch,
+    HierarchicalDispatch,
+    SlotDispatch,
+)
 from jaxscale.parallel.dispatch.hierarchical import _once
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
@@ -109,7 +115,7 @@ FOLDED = Layout("expert=2,tensor=2", "folded", sequence_sharded=True)
 
 
 @pytest.mark.parametrize(
-    "dispatcher", short(2, [BOTH, HierarchicalDispatch(across="tensor"), CODED, SlotDispatch(CODES)])
+    "dispatcher", short(3, [BOTH, HierarchicalDispatch(across="tensor"), FusedDispatch(), CODED, SlotDispatch(CODES)])
 )
 def test_outputs_and_gradients_are_those_on_paper_and_no_token_is_dropped(dispatcher):
     _check(dispatcher, FOLDED)
@@ -139,7 +145,13 @@ PRODUCTS = [
 @pytest.mark.long
 @pytest.mark.parametrize("layout", PRODUCTS, ids=str)
 def test_every_dispatcher_is_right_on_twelve_products_of_axes(layout):
-    for dispatcher in (SlotDispatch(), DroplessDispatch(), AllGatherDispatch(), HierarchicalDispatch()):
+    for dispatcher in (
+        SlotDispatch(),
+        DroplessDispatch(),
+        AllGatherDispatch(),
+        HierarchicalDispatch(),
+        FusedDispatch(),
+    ):
         try:
             _check(dispatcher, layout)
         except LayoutError as e:

@@ -2,6 +2,7 @@
 
 from jaxscale.parallel.dispatch.base import Dispatcher, ExpertAxes, Rows
 from jaxscale.parallel.dispatch.dropless import DroplessDispatch, wire_rows
+from jaxscale.parallel.dispatch.fused import FusedDispatch
 from jaxscale.parallel.dispatch.gathered import AllGatherDispatch
 from jaxscale.parallel.dispatch.hierarchical import HierarchicalDispatch
 from jaxscale.parallel.dispatch.routed import Capacity, Choices, Slots
@@ -14,6 +15,7 @@ __all__ = [
     "Dispatcher",
     "DroplessDispatch",
     "ExpertAxes",
+    "FusedDispatch",
     "HierarchicalDispatch",
     "Rows",
     "SlotDispatch",

@@ -102,9 +102,9 @@ def test_rows_are_multiplied_for_their_own_experts_only():
 )
 def test_arrays_that_do_not_fit_are_refused(changes, words):
     x, _, router, gate, up, down, _ = cases.arrays("router", "float32")
-    given = dict(x=x, router=router, gate=gate, up=up, down=down, top_k=2) | changes
+    arguments = dict(x=x, router=router, gate=gate, up=up, down=down, top_k=2) | changes
     with pytest.raises(KernelError, match=words):
-        gated_experts(**given)
+        gated_experts(**arguments)
 
 
 def test_choices_and_weights_of_other_shapes_are_refused():

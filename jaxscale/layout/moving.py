@@ -109,7 +109,8 @@ def _regions(sharding: Sharding, shape: tuple[int, ...]) -> dict[jax.Device, Reg
 
 def _region(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Region:
     index = index or ()
-    return tuple(s.indices(n)[:2] for s, n in itertools.zip_longest(index, shape, fillvalue=slice(None)))
+    index = (*index, *[slice(None)] * (len(shape) - len(index)))
+    return tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
 
 
 def _meet(a: Region, b: Region) -> Region:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -132,10 +132,13 @@ class ExpertsOf:
         arrays = all(w is None or isinstance(w, jax.Array) for w in self.weights)
         if not plain or not arrays or self.biases is not None or axes.gathered or axes.scattered:
             return None
-        # the values of taps are those of the weights, where neither is gathered
-        matrices = [None if w is None else w.astype(arithmetic.dtype) for w in self.taps]
+
+        def matrix(w: Any) -> Any:
+            return None if w is None else w.astype(arithmetic.dtype)
+
+        gate, up, down = map(matrix, self.taps)  # whose values are those of the weights, where neither is gathered
         activation = _Hidden(self.settings.act, self.settings.combine, self.taps.gate is not None)
-        return lambda rows, ids, scale: routed_experts(rows, ids, scale, *matrices, activation=activation)
+        return lambda rows, ids, scale: routed_experts(rows, ids, scale, gate, up, down, activation=activation)
 
 
 @dataclasses.dataclass(frozen=True)

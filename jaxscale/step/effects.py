@@ -31,7 +31,7 @@ def without_effect(config: TrainConfig, blueprint: Blueprint) -> list[str]:
     """Return a warning for each setting that differs from its default and changes nothing in this run.
 
     There is also one for a decaying learning-rate schedule with a schedule-free optimizer, whose averaging replaces
-    decay, and for blocks of 8-bit optimizer state that no kernel updates.
+    decay, for blocks of 8-bit optimizer state that no kernel updates, and for routers that the loss does not train.
 
     Args:
       config: the run's settings.
@@ -41,7 +41,7 @@ def without_effect(config: TrainConfig, blueprint: Blueprint) -> list[str]:
     sentences = [f"{name} = {_short(value)} has no effect: {why}" for name, value, why in findings]
     idle = ((type(g).__name__, g.idle(config)) for g in config.guards)
     sentences += [f"{name} in train.guards has no effect: {why}" for name, why in idle if why is not None]
-    return [*sentences, *_decays_twice(config), *_without_kernel(config, blueprint)]
+    return [*sentences, *_decays_twice(config), *_without_kernel(config, blueprint), *_untrained_routers(config)]
 
 
 def _short(value: object) -> str:
@@ -144,6 +144,16 @@ def _without_kernel(c: TrainConfig, blueprint: Blueprint) -> Iterator[str]:
         f"{setting}: no kernel for {' or '.join(sorted(platforms))} takes blocks of this size, so XLA updates the "
         f"8-bit states, in several passes over memory; the nearest block size with a kernel is that of {instead}"
     )
+
+
+def _untrained_routers(c: TrainConfig) -> Iterator[str]:
+    layers = getattr(c.model, "layer_mlps", list)()
+    if any(getattr(x, "top_k", 0) == 1 and getattr(getattr(x, "router", None), "normalized", False) for x in layers):
+        yield (
+            "MixtureOfExperts.top_k = 1 with a normalized router: the weight of a token's only expert is 1, whatever "
+            "its score, so that the loss does not train the router; set normalized = False (Switch), such as "
+            "MixtureOfExperts.router = SoftmaxRouter(normalized=False)"
+        )
 
 
 def _fit(tiles: Sequence[tuple[TensorInfo, tuple[int, ...]]], c: TrainConfig) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from jaxscale.errors import JaxscaleError
 from jaxscale.layout import Layout, Pipeline, Rules, preset
@@ -21,6 +24,7 @@ from jaxscale.nn import (
     MultiHeadLatent,
     ReversibleRun,
     RingAttention,
+    SoftmaxRouter,
     UlyssesAttention,
     dot_product_attention,
     flash_attention,
@@ -252,6 +256,23 @@ def test_blocks_without_a_kernel_are_named_and_those_that_are_advised_have_one()
     (sentence,) = notes(width=64)
     assert sentence.endswith("EightBit.width = None")
     assert not notes() and not notes("tensor=4", width=64)  # there the layout takes no larger ones
+
+
+def test_a_router_that_the_loss_does_not_train_is_named_and_the_one_that_is_advised_is_trained():
+    def tried(**router):
+        experts = MixtureOfExperts(experts=4, top_k=1, router=SoftmaxRouter(**router))
+        config = TrainConfig(model=TransformerConfig(**MODEL, mlp=experts), layout=None, **RUN)
+        grads = nnx.grad(lambda m: (m(jnp.arange(8).reshape(1, 8)) ** 2).mean())(config.model.make(nnx.Rngs(0)))
+        (of_router,) = [
+            g for at, g in jax.tree_util.tree_leaves_with_path(grads) if "router" in jax.tree_util.keystr(at)
+        ]
+        sentences = without_effect(config, blueprint_of(config)[0])
+        return [s for s in sentences if "does not train the router" in s], of_router
+
+    (sentence,), gradient = tried()
+    assert "SoftmaxRouter(normalized=False)" in sentence and abs(gradient).max() < 1e-6
+    sentences, gradient = tried(normalized=False)
+    assert not sentences and abs(gradient).max() > 1e-5
 
 
 MODELS = {

@@ -147,7 +147,7 @@ def _without_kernel(c: TrainConfig, blueprint: Blueprint) -> Iterator[str]:
 
 
 def _untrained_routers(c: TrainConfig) -> Iterator[str]:
-    layers = getattr(c.model, "layer_mlps", list)()
+    layers: Sequence[Any] = getattr(c.model, "layer_mlps", list)()
     if any(getattr(x, "top_k", 0) == 1 and getattr(getattr(x, "router", None), "normalized", False) for x in layers):
         yield (
             "MixtureOfExperts.top_k = 1 with a normalized router: the weight of a token's only expert is 1, whatever "

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, Sharding
-from scipy.optimize import linear_sum_assignment
 
 from jaxscale.errors import LayoutError
 from jaxscale.layout.layout import Layout
@@ -41,6 +40,8 @@ def nearest(
     Raises:
       LayoutError: fewer devices than the mesh has.
     """
+    from scipy.optimize import linear_sum_assignment  # takes long, and everything imports layouts
+
     sizes = layout.specification.sizes
     many = math.prod(sizes.values())
     if many > len(devices):

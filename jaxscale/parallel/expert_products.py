@@ -122,23 +122,35 @@ class ExpertsOf:
         )  # fmt: skip
 
     @property
-    def fused(self) -> Callable[[Array, Array, Array], Array] | None:
-        """`routed_experts` of these experts, by rows, numbers of experts and weights, or `None`.
-
-        It is for matrices that are arrays, whole along the width, multiplied as they are and without biases.
-        """
+    def why_not_fused(self) -> str | None:
+        """Why `fused` does not compute these experts, or `None`."""
         arithmetic, axes = self.settings.arithmetic, self.settings.axes
-        plain = all(type(getattr(arithmetic, name)) is Cast for name in PASSES)
-        arrays = all(w is None or isinstance(w, jax.Array) for w in self.weights)
-        if not plain or not arrays or self.biases is not None or axes.gathered or axes.scattered:
-            return None
+        if self.biases is not None:
+            return "the experts have biases"
+        if any(type(getattr(arithmetic, name)) is not Cast for name in PASSES):
+            return "their products are rounded"
+        if any(w is not None and not isinstance(w, jax.Array) for w in self.weights):
+            return "their matrices are stored in few bits"
+        if axes.gathered or axes.scattered:
+            return "their matrices are sharded along the residual width"
+        return None
+
+    def fused(self, rows: Array, ids: Array, scale: Array) -> Array:
+        """Return `routed_experts` of these experts.
+
+        Args:
+          rows: see there.
+          ids: likewise.
+          scale: likewise.
+        """
+        arithmetic = self.settings.arithmetic
 
         def matrix(w: Any) -> Any:
             return None if w is None else w.astype(arithmetic.dtype)
 
         gate, up, down = map(matrix, self.taps)  # whose values are those of the weights, where neither is gathered
         activation = _Hidden(self.settings.act, self.settings.combine, self.taps.gate is not None)
-        return lambda rows, ids, scale: routed_experts(rows, ids, scale, gate, up, down, activation=activation)
+        return routed_experts(rows, ids, scale, gate, up, down, activation=activation)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -16,11 +17,13 @@ from jaxscale.parallel import Arithmetic, Capacity, Choices, IntegerWire, SignWi
 from jaxscale.parallel.dispatch import (
     AllGatherDispatch,
     DroplessDispatch,
+    ExpertAxes,
     FusedDispatch,
     HierarchicalDispatch,
     SlotDispatch,
 )
 from jaxscale.parallel.dispatch.hierarchical import _once
+from jaxscale.parallel.expert_products import ExpertsOf, ProductSettings
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.long import short
@@ -156,6 +159,25 @@ def test_every_dispatcher_is_right_on_twelve_products_of_axes(layout):
             _check(dispatcher, layout)
         except LayoutError as e:
             assert isinstance(dispatcher, HierarchicalDispatch) and "two mesh axes" in str(e)
+
+
+def test_experts_that_are_not_fused_are_named_and_right(caplog):
+    rows, scale = jnp.ones((1, 3, 2)), jnp.ones((1, 3, 1))
+    ids = jnp.array([[[0], [1], [0]]])
+    got = FusedDispatch()(rows, Choices(ids, scale), 2, lambda rows, scale, sizes: rows * scale, ExpertAxes())
+    np.testing.assert_array_equal(got, rows)
+    assert "FusedDispatch() sends and multiplies as DroplessDispatch(): the experts are a function" in caplog.text
+    settings = ProductSettings(jnp.square, None, Arithmetic.cast(jnp.float32), ExpertAxes())
+    weights = Weights(None, jnp.ones((2, 2, 2)), jnp.ones((2, 2, 2)))
+    reasons = {
+        None: ExpertsOf(weights, weights, None, None, settings),
+        "biases": ExpertsOf(weights, weights, (None, None, jnp.ones((2, 2))), None, settings),
+        "residual width": ExpertsOf(
+            weights, weights, None, None, dataclasses.replace(settings, axes=ExpertAxes(gathered=("fsdp",)))
+        ),
+    }
+    for words, experts in reasons.items():
+        assert experts.why_not_fused is None if words is None else words in experts.why_not_fused
 
 
 def test_a_token_goes_once_to_each_host_that_has_experts_of_it():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from jaxscale.config import register
+from jaxscale.layout import say_once
 from jaxscale.parallel.dispatch.base import Apply, Dispatcher, ExpertAxes, Rows, device_of, size
 from jaxscale.parallel.dispatch.dropless import DroplessDispatch
 from jaxscale.parallel.dispatch.exchange import Exchange, carry, move
@@ -23,8 +24,9 @@ class FusedDispatch(Dispatcher):
 
     For the few tokens of generation, where starting operations takes most of the time (FlashMoE, Aimuyo et al. 2025).
     Rows are sorted by device only, and of them only those with an expert are sent (on TPUs; elsewhere as by
-    `DroplessDispatch`). Where there is no kernel, and for more tokens, it multiplies as `DroplessDispatch` does: for
-    experts with biases, in few bits, or sharded along their width.
+    `DroplessDispatch`). Experts with biases, in few bits, or sharded along the residual width are dispatched as by
+    `DroplessDispatch`, which a warning says; where there is no kernel, and for more tokens, `routed_experts` sorts rows
+    and multiplies by `grouped_matmul`.
     """
 
     def rows(self, sent: Mapping[str, int], top_k: int, local_experts: int) -> Rows:
@@ -36,9 +38,11 @@ class FusedDispatch(Dispatcher):
     ) -> Float[Array, "b s e"]:
         """See `Dispatcher`; needs `Choices`."""
         assert isinstance(routed, Choices)
-        fused = getattr(apply, "fused", None)
-        if fused is None:
+        why_not = getattr(apply, "why_not_fused", "the experts are a function")
+        if why_not is not None:
+            say_once(f"FusedDispatch() sends and multiplies as DroplessDispatch(): {why_not}")
             return DroplessDispatch()(x, routed, local_experts, apply, axes)
+        fused: Callable[..., Array] = apply.fused  # type: ignore[attr-defined]  # of jaxscale.parallel.expert_products
         b, s, e = x.shape
         n, k = b * s, routed.ids.shape[2]
         devices = size(axes.sent)

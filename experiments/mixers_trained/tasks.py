@@ -1,4 +1,4 @@
-"""Rows of associative recall, and the next-token loss with two scores beside it."""
+"""Rows of associative recall and of pixels, and the next-token loss with two scores beside it."""
 
 from __future__ import annotations
 
@@ -52,6 +52,53 @@ class Recall:
         tokens = np.concatenate([together, self.values + keys[order]]).astype(np.int32)
         targets = np.concatenate([np.zeros(self.pairs), values[order]]).astype(np.int32)
         return {"tokens": tokens, "targets": targets, "weights": np.repeat([0.0, 1.0], self.pairs).astype(np.float32)}
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Pixels:
+    """Images of one shape as rows of pixels: which shape is it?
+
+    An image has a rectangle, the outline of one, a disc or a cross of a random size at a random place; its pixels have
+    one of two light greys, the others one of two dark ones, and one in `1 / noise` has a wrong one. Its rows of pixels
+    follow each other, and the last pixel's prediction is the shape, the only one that counts.
+
+    Token ids: the four greys, then the four shapes.
+
+    Args:
+      side: pixels of a side; a row has `side**2` tokens.
+      noise: share of wrong pixels.
+      rows: number of rows, training and held-out ones together.
+      seed: of the rows.
+    """
+
+    side: int = 8
+    noise: float = 0.05
+    rows: int = 40000
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, number: int) -> Row:
+        rng = np.random.default_rng((self.seed, number))
+        shape, size = int(rng.integers(4)), int(rng.integers(4, self.side))
+        y, x = (np.arange(self.side) - rng.integers(self.side - size + 1) for _ in range(2))
+        y, x = np.meshgrid(y, x, indexing="ij")
+        middle = (size - 1) / 2
+        inside = (y >= 0) & (y < size) & (x >= 0) & (x < size)
+        edge = (y == 0) | (y == size - 1) | (x == 0) | (x == size - 1)
+        disc = (y - middle) ** 2 + (x - middle) ** 2 <= (size / 2) ** 2
+        cross = (abs(y - middle) < 1) | (abs(x - middle) < 1)
+        image = inside & (np.ones_like(inside), edge, disc, cross)[shape]
+        image ^= rng.random(image.shape) < self.noise
+        tokens = (2 * image + rng.integers(2, size=image.shape)).reshape(-1).astype(np.int32)
+        last = np.arange(tokens.size) == tokens.size - 1
+        return {
+            "tokens": tokens,
+            "targets": np.where(last, 4 + shape, 0).astype(np.int32),
+            "weights": last.astype(np.float32),
+        }
 
 
 @register

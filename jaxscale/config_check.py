@@ -24,7 +24,7 @@ class Binding(typing.NamedTuple):
 
 
 def check(bindings: Mapping[Key, Binding]) -> None:
-    """Check that macros are defined, bound parameters exist, and values have the annotated types.
+    """Check that macros are defined, scopes and parameters exist, and values have the annotated types.
 
     Raises:
         ConfigError: One of these is wrong; the message has the place in the config and the nearest valid choice.
@@ -58,6 +58,23 @@ def check(bindings: Mapping[Key, Binding]) -> None:
             raise ConfigError(
                 f"{place}: '{short(selector)}' has no parameter '{name}'{near(name, accepted, bindings=True)}"
             )
+    scopes = _scopes(bindings)
+    for value, place in bindings.values():
+        for reference in references(value):
+            scope = "" if reference.selector.startswith("gin.") else "/".join(reference.scopes)  # gin's are macros
+            if scope and not any(f"{each}/".startswith(f"{scope}/") for each in scopes):
+                same = words(reference).replace(f"{scope}/", "", 1)
+                raise ConfigError(
+                    f"{clipped(place)}: no binding has the scope '{scope}', so {words(reference)} would be {same}"
+                    f"{near(scope, scopes)}"
+                )
+
+
+def _scopes(bindings: Mapping[Key, Binding]) -> set[str]:
+    """The scopes of all bindings, also of those that the axes of a sweep make."""
+    axes = (name for binding in bindings.values() if isinstance(binding.value, dict) for name in binding.value)
+    names = (part.strip() for axis in axes if isinstance(axis, str) for part in axis.split(","))
+    return {scope for scope in (*(key[0] for key in bindings), *(n.rpartition("/")[0] for n in names)) if scope}
 
 
 def _check_not_called(value: object, expected: object, bindings: Mapping[Key, Binding], what: str) -> None:

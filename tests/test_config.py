@@ -279,7 +279,7 @@ def test_a_bad_line_is_one_sentence(line, message):
         "t_Decoder.positions = @t_Rotary()",
         "t_Decoder.positions = 3",
         "t_Decoder.extra = 3",
-        "t_Decoder.blocks = (@a/t_Block(), @t_Block())",
+        "t_Decoder.blocks = (@t_Block(), @t_Block())",
         "t_fit.lr = -1e-3",
     ],
 )
@@ -406,6 +406,15 @@ def test_nested_dataclasses_come_back_equal():
 def test_literals_come_back_equal():
     table = {"a": [1, (2,), ()], 3: {"b": None}, "c'\n": b"x", "d": (Rotary(1.0), {"e": Rotary(2.0)})}
     round_trip(model=Decoder(), lr=-math.inf, betas=(1e-300, 1e22), mesh="data=2,tensor=4 # \\ é", table=table)
+
+
+def test_a_scope_that_nothing_binds_is_refused():
+    with pytest.raises(ConfigError, match="scope 'bg', so @bg/t_Decoder.. would be @t_Decoder..; did you mean 'big'"):
+        config.load(bindings=["t_fit.model = @bg/t_Decoder()", "big/t_Decoder.depth = 3"])
+    axes = "t_fit.table = {'big/t_Decoder.depth, t_fit.lr': [(1, 2.0)]}"  # an axis of a sweep binds it
+    config.load(bindings=["t_fit.model = @big/t_Decoder()", axes])
+    config.load(bindings=["t_Decoder.blocks = (@a/t_Block(), @t_Block())", "a/t_Block.heads = 1"])
+    config.load(bindings=["t_fit.model = @big/t_Decoder()", "big/deep/t_Rotary.theta = 3.0"])
 
 
 def test_scopes_never_meet():

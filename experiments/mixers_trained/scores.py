@@ -2,8 +2,8 @@
 
     python experiments/mixers_trained/scores.py recall eval_accuracy runs/recall      # writes recall.json
 
-A sweep may be in several folders. The file, beside this one, has the scores of every evaluation during training, the
-table those of the last.
+A sweep may be in several folders, and the file's entries of other settings stay. The file, beside this one, has the
+scores of every evaluation during training, the table those of the last.
 """
 
 from __future__ import annotations
@@ -32,21 +32,27 @@ def collected(folders: Iterable[pathlib.Path]) -> list[dict[str, Any]]:
             entry |= {"parameters": int(row["parameters"]), "flops": float(row["flops"])}
             metrics = map(json.loads, (folder / row["run"] / "metrics.jsonl").read_text().splitlines())
             points = [point for point in metrics if "eval_loss" in point]
-            scores = {name: [round(point[name], 5) for point in points] for name in ("step", *SCORES)}
+            names_of_scores = [name for name in ("step", *SCORES) if all(name in point for point in points)]
+            scores = {name: [round(point[name], 5) for point in points] for name in names_of_scores}
             entry["runs"].append({"seed": int(row["train.seed"])} | scores)
     return list(groups.values())
 
 
 def main(name: str, score: str, *folders: str) -> None:
     """Write the file and print a table of one score: the last of each seed, their mean, and largest less smallest."""
-    entries = collected(map(pathlib.Path, folders))
+    file, entries = HERE / f"{name}.json", collected(map(pathlib.Path, folders))
+    if file.exists():
+        entries = list({_setting(entry): entry for entry in (*json.loads(file.read_text()), *entries)}.values())
     text = ",\n".join(json.dumps(entry) for entry in entries)
-    (HERE / f"{name}.json").write_text(f"[\n{text}\n]\n")
+    file.write_text(f"[\n{text}\n]\n")
     for entry in entries:
         last = [run[score][-1] for run in entry["runs"]]
         cells = f"{', '.join(f'{x:.3f}' for x in last)} | {statistics.fmean(last):.3f} | {max(last) - min(last):.3f}"
-        settings = ", ".join(str(v) for n, v in entry.items() if n not in ("runs", "parameters", "flops"))
-        print(f"| {settings} | {entry['parameters']:,} | {entry['flops']:.3g} | {cells} |")
+        print(f"| {', '.join(_setting(entry))} | {entry['parameters']:,} | {entry['flops']:.3g} | {cells} |")
+
+
+def _setting(entry: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(str(value) for name, value in entry.items() if name not in ("runs", "parameters", "flops"))
 
 
 if __name__ == "__main__":

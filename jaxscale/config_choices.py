@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from jaxscale.config_registry import registered
 from jaxscale.config_types import type_hints
 
+Entries = tuple[tuple[str, Callable[..., object]], ...]
+
 MOST = 60
 """Settings with more choices list none."""
 
@@ -39,9 +41,10 @@ def choices(obj: Callable[..., object]) -> dict[str, tuple[str, ...]]:
 
 
 @functools.lru_cache(maxsize=256)
-def _accepted(family: type, entries: tuple[tuple[str, Callable[..., object]], ...]) -> tuple[str, ...]:
+def _accepted(family: type, entries: Entries) -> tuple[str, ...]:
     """Names of the registered objects that a setting of this family accepts."""
-    return tuple(name for name, obj in entries if _accepts(family, obj))
+    larger = _larger(family, entries)
+    return tuple(name for name, obj in entries if _accepts(family, obj, larger))
 
 
 def _families(hint: object) -> Iterator[type]:
@@ -52,16 +55,22 @@ def _families(hint: object) -> Iterator[type]:
             yield option
 
 
-def _accepts(family: type, obj: Callable[..., object]) -> bool:
-    """Whether a family has a registered class, what a registered function returns, or the function itself."""
+def _accepts(family: type, obj: Callable[..., object], larger: list[type]) -> bool:
+    """Whether a family has a registered class, what a registered function returns, or the function itself.
+
+    Args:
+        family: What a setting is annotated with.
+        obj: The registered class or function.
+        larger: Families whose objects are not of this one, see `_larger`.
+    """
     if not isinstance(obj, type):
         if set(_members(family)) == {"__call__"} and _same_call(family.__call__, obj, 1, 0):
             return True
         returned = type_hints(obj).get("return")
-        return isinstance(returned, type) and _accepts(family, returned)
+        return isinstance(returned, type) and _accepts(family, returned, larger)
     if family in obj.__mro__:
         return True
-    return _satisfies(obj, family) and not any(_satisfies(obj, larger) for larger in _larger(family))
+    return _satisfies(obj, family) and not any(_satisfies(obj, other) for other in larger)
 
 
 def _members(family: type) -> dict[str, object]:
@@ -75,14 +84,18 @@ def _members(family: type) -> dict[str, object]:
     return members
 
 
-def _larger(family: type) -> list[type]:
+def _larger(family: type, entries: Entries) -> list[type]:
     """Other settings' protocols that also have every member of this one: their objects belong to them.
 
     A `Search` has the method of a `Stopper`, for example.
     """
-    every = {f for obj in registered().values() for hint in type_hints(obj).values() for f in _families(hint)}
     own = _members(family).keys()
-    return [f for f in every if _members(f).keys() > own and family not in f.__mro__]
+    return [f for f in _every_family(entries) if _members(f).keys() > own and family not in f.__mro__]
+
+
+@functools.lru_cache(maxsize=4)  # reading annotations takes most of the time of a list of settings
+def _every_family(entries: Entries) -> frozenset[type]:
+    return frozenset(f for _, obj in entries for hint in type_hints(obj).values() for f in _families(hint))
 
 
 def _satisfies(cls: type, family: type) -> bool:

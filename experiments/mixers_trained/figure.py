@@ -1,4 +1,4 @@
-"""Draw recall.json and language.json: the held-out scores of each stack during training, all seeds.
+"""Draw recall.json, language.json and pixels.json: the held-out scores of each stack during training, all seeds.
 
 python experiments/mixers_trained/figure.py
 """
@@ -17,14 +17,23 @@ STACKS = {
     "('@mamba/Block()',)": ("Mamba-2", "#d1495b"),
     "('@delta/Block()',)": ("Gated DeltaNet", "#2e6fb7"),
     "('@delta/Block()', '@delta/Block()', '@delta/Block()', '@Block()')": ("3 : 1 hybrid", "#3a9a5b"),
+    "('@kimi/Block()',)": ("Kimi delta attention", "#8e5bb5"),
+    "('@rat/Block()',)": ("RAT, chunks of 8", "#e0a030"),
+    "('@recurrent/Block()',)": ("RAT, one chunk", "#a87616"),
+    "('@mamba/Block()', '@Block()', '@gate/Block()', '@cross/Block()')": ("SambaY", "#ef8f9b"),
+    "('@zzw/Block()',)": ("HyperZZW", "#2aa5a0"),
 }
-PANELS = {"recall": ("eval_accuracy", "recall: share of right values"), "language": ("eval_loss", "nats per byte")}
+PANELS = {
+    "recall": ("eval_accuracy", "recall: share of right values"),
+    "language": ("eval_loss", "nats per byte"),
+    "pixels": ("eval_accuracy", "pixels: share of right shapes"),
+}
 
 
 def main() -> None:
     """Write stacks.png."""
-    figure = Figure(figsize=(10, 3.6), dpi=110, layout="constrained")
-    for axes, (name, (score, label)) in zip(figure.subplots(1, 2), PANELS.items(), strict=True):
+    figure = Figure(figsize=(13, 4.2), dpi=110, layout="constrained")
+    for axes, (name, (score, label)) in zip(figure.subplots(1, 3), PANELS.items(), strict=True):
         entries = json.loads((HERE / f"{name}.json").read_text())
         for entry in entries:
             title, color = STACKS[entry["Transformer.blocks"]]
@@ -33,7 +42,7 @@ def main() -> None:
                 title = "_"
         axes.set(xlabel="step", ylabel=f"{label}, held out")
         axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=7)
     figure.savefig(HERE / "stacks.png")
 
 

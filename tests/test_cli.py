@@ -285,6 +285,7 @@ def test_sample_compares_a_weight_format_with_plain_arrays_in_one_process(run, f
     assert code == 2 and "add --weights, such as --weights int8" in errors
 
 
+@pytest.mark.long
 def test_sample_without_temperature_is_the_runs_own(run, finished_run):
     _, out, _ = run("sample", finished_run.path, "--prompt", "def ", "--tokens", "8", "--temperature", "0")
     assert out == finished_run.sample("def ", 8, temperature=0) + "\n"

@@ -48,6 +48,7 @@ def batch_of(params):
     return {"tokens": jnp.asarray(TOKENS), "targets": targets, "weights": jnp.ones(TOKENS.shape, jnp.float32)}
 
 
+@pytest.mark.long
 def test_gates_of_0_and_1_are_the_model_without_the_layers_and_training_closes_that_of_the_weakest():
     params = weak(2)
     batch = batch_of(params)
@@ -70,6 +71,7 @@ def test_a_folded_group_has_its_first_layers_matrices_and_every_layers_norms():
     assert jax.tree.map(np.shape, keep.params(params)) == shapes
 
 
+@pytest.mark.long
 def test_an_exported_run_of_shared_layers_has_each_layers_norms_and_scaled_matrices(tmp_path):
     shared = dataclasses.replace(MODEL, shared=SharedBlocks(2), products=None)
     graph, infos = describe_model(shared)

@@ -309,6 +309,7 @@ def test_the_command_writes_a_run_that_its_advice_continues(small, tmp_path, cap
     assert js.load(tmp_path / "deep").last_step() == 8
 
 
+@pytest.mark.long
 def test_the_advice_for_grown_experts_balances_their_load(small, tmp_path, capsys):
     argv = ["grow", str(small.path), "--experts", "2", "--top-k", "1", "--weights-only"]
     assert main([*argv, "--out", str(tmp_path / "experts")]) == 0

@@ -67,6 +67,7 @@ def test_choices_that_cross_fall_as_predictions_become_right():
     assert shares[2] < 0.2  # kinds are not equally frequent, and devices are
 
 
+@pytest.mark.long
 def test_outputs_are_the_same_wherever_experts_are():
     mlp = MixtureOfExperts(4, 2, hidden=16, router=SoftmaxRouter(balanced=True))
     model = TransformerConfig(depth=3, vocab=32, width=16, heads=2, hidden=16, mlp=mlp, dense_layers=1, bias=True)

@@ -177,6 +177,7 @@ def test_experts_are_calibrated_on_their_own_tokens(tmp_path):
     assert got["down"].shape == nearest.shape and not np.array_equal(got["down"].codes, nearest.codes)
 
 
+@pytest.mark.long
 def test_statistics_of_experts_are_those_of_their_tokens_in_numpy():
     draw = np.random.default_rng(0)
     layer = MixtureOfExperts(experts=3, top_k=2, hidden=8)(

@@ -68,7 +68,7 @@ def _combinations(layouts, *repeated):
 
 
 @pytest.mark.parametrize(
-    ("cache", "mesh"), short(2, _combinations(LAYOUTS, ("contiguous", "mixed"), ("paged", "tensor=4")))
+    ("cache", "mesh"), short(1, _combinations(LAYOUTS, ("contiguous", "mixed"), ("paged", "tensor=4")))
 )
 def test_chunks_and_single_tokens_give_the_whole_texts_logits(cache, mesh):
     np.testing.assert_allclose(_in_chunks(CONFIG, cache, mesh), _whole(CONFIG, TOKENS), atol=2e-5, rtol=1e-4)
@@ -170,6 +170,7 @@ def test_tokens_of_many_sequences_share_a_batch_row(cache, mesh):
     np.testing.assert_allclose(out, whole, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("config", "numbers", "most"),
     [

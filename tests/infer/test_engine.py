@@ -185,6 +185,7 @@ def test_experts_on_devices_of_their_own_give_what_one_device_gives():
     agree(serve(engine, requests), alone(requests, config))
 
 
+@pytest.mark.long
 def test_a_penalty_and_the_likeliest_tokens_are_those_of_the_text_alone():
     sampling = Sampling(max_tokens=8, repetition_penalty=1.8, temperature=0.0, logprobs=3, ignore_end=True)
     requests = [Request((7, 8, 9, 7), sampling, "penalised"), Request((20, 21), Sampling(max_tokens=8, seed=2), "not")]
@@ -243,6 +244,7 @@ def test_shared_pages_save_work_and_change_nothing():
     assert engine.stats.shared == all_computed - computed == 2 * 12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "cache"),
     short(

@@ -342,6 +342,7 @@ def test_a_text_of_a_reversible_model_never_depends_on_its_padding(finished_run)
         run.generate("a", max_tokens=1)
 
 
+@pytest.mark.long
 def test_a_reversible_model_generates_where_the_sequence_is_cut(finished_run):
     run = _of(finished_run, model=dataclasses.replace(REVERSIBLE, attention=js.nn.RingAttention()))
     options = dict(temperature=0, max_tokens=3, ignore_end=True)

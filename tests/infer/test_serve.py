@@ -313,7 +313,7 @@ def test_the_models_own_modules_draft_for_the_command_and_change_no_greedy_answe
     assert drafted[0] == 0 < drafted[1]
 
 
-@pytest.mark.parametrize("way", ["draft", pytest.param("layers", marks=pytest.mark.long)])
+@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.long) for w in ("draft", "layers")])
 def test_a_server_with_a_draft_or_streamed_layers_says_the_same(client, stored, served, way):
     texts = [complete(client, p, max_tokens=n).choices[0].text for p, n in (("def ", 8), ("a", 5))]
     more = {"draft": dict(draft=stored, draft_tokens=2), "layers": dict(stream_layers="host")}[way]

@@ -140,6 +140,7 @@ def test_a_cancelled_sequence_frees_its_slot(large, small):
     assert [e.token for e in events if e.id == 6] == _plain(large, [7], 30)[0]
 
 
+@pytest.mark.long
 def test_no_request_compiles_anything_after_the_first():
     """Every kind of request, alone and all together."""
     models = [_loaded(dataclasses.replace(c, hidden=40)) for c in (LARGE, SMALL)]  # that no other test has compiled
@@ -202,6 +203,7 @@ def _joint(target, prompt, n, s):
     return dict(zip(texts, total, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("own", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_texts_are_distributed_as_the_large_models(own):
     """Every text of three tokens of a vocabulary of five, drawn 6000 times, against its probability."""

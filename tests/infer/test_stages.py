@@ -35,7 +35,7 @@ CASES = {
     "uneven, with experts": (UNEVEN, "expert=2,pipeline=2", Contiguous()),
     "uneven, with inputs of each layer": (INPUTS, "pipeline=2", Contiguous()),
 }
-LONG = ("pipeline", "uneven, with inputs of each layer")
+LONG = ("pipeline", "with tensor and data", "uneven, with inputs of each layer")
 
 
 def _logits(config, layout, cache):

@@ -97,6 +97,7 @@ def test_scored_prompts_are_those_of_the_resident_model(model, arrays):
     np.testing.assert_allclose(*([s.logprob for s in one] for one in scores), atol=1e-5)
 
 
+@pytest.mark.long
 def test_no_more_than_two_layers_are_ever_on_the_device(streamed, arrays):
     engine, _, source = streamed
     now, peak, bound, whole = engine.stepper.resident

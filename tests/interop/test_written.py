@@ -59,6 +59,7 @@ def _quantised(base, out, stored):
     return quantize(base, out, RoundToNearest(weights=stored), **QUIET)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [n if n in SHORT else pytest.param(n, marks=pytest.mark.long) for n in FORMATS])
 def test_a_quantised_run_comes_back_from_another_layout_with_the_same_values(base, tmp_path, name):
     method, stored = FORMATS[name]

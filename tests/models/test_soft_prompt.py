@@ -46,6 +46,7 @@ def test_a_prompt_of_token_embeddings_is_those_tokens_before_the_row(weights):
     assert float(jnp.max(jnp.abs(got - model.hidden(TOKENS)))) > 1e-2
 
 
+@pytest.mark.long
 def test_only_the_first_document_of_a_packed_row_sees_the_prompt_also_after_padding():
     model, prompted = models()
     segments = jnp.asarray([[0] * 2 + [1] * 5 + [2] * 5] * 2)

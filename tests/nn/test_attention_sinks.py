@@ -76,6 +76,7 @@ CUT = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout", [layout if i == 0 else pytest.param(layout, marks=pytest.mark.long) for i, layout in enumerate(CUT)]
 )

@@ -58,6 +58,7 @@ def test_gradients_pass_straight_through_the_rounding():
     assert np.array_equal(jax.grad(lambda x: jnp.sum(round_blocks(x, 4, 4) * by))(x), by)
 
 
+@pytest.mark.long
 def test_attention_feed_forward_and_norm_equal_float64_numpy_with_rounding_between():
     random = np.random.default_rng(1)
     q, k, v = (random.normal(size=(1, 6, heads, 4)).astype(np.float32) for heads in (2, 1, 1))

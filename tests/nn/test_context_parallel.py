@@ -44,6 +44,7 @@ TRAINED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", short(1, TRAINED), ids=str)
 def test_training_gives_the_same_numbers_as_on_one_device(layout):
     assert_layouts_agree(TRAINED[layout], [layout], batch=PACKED)

@@ -99,6 +99,7 @@ def test_mx_formats_follow_the_rules_of_the_ocp(name):
     np.testing.assert_array_equal(weight.dense(), want.reshape(KERNEL.shape))
 
 
+@pytest.mark.long
 def test_nvfp4_has_e4m3_scales_and_a_factor_for_each_matrix():
     weight = FORMATS["nvfp4"][0].encode(jnp.asarray(KERNEL), (-2,))
     blocks = KERNEL.reshape(2, 4, 16, 32)
@@ -111,6 +112,7 @@ def test_nvfp4_has_e4m3_scales_and_a_factor_for_each_matrix():
     assert np.mean(np.abs(got - want) > 1e-6 * np.abs(want)) < 1e-3  # a tie that one rounding decides
 
 
+@pytest.mark.long
 def test_zero_points_blocks_and_double_quantisation_are_those_of_numpy():
     weight = FORMATS["uint4"][0]
     x = KERNEL + np.float32(0.01)
@@ -185,7 +187,7 @@ def test_products_and_their_gradients_are_those_of_the_dense_kernel(name):
 
 @pytest.mark.parametrize(
     ("made", "shape", "contracted"),
-    short(2, [
+    short(1, [
         (Stored("int4", group=16, activations=4), (64, 6), (0,)),
         (Stored("int6", group=32, outputs=2, activations=8), (4, 16, 6), (0, 1)),
         (Stored("int4", group=8, scale="e8m0", activations=8), (4, 16, 6), (0, 1)),

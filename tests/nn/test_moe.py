@@ -268,6 +268,7 @@ def _float64(tree):
     return jax.tree.map(lambda a: np.asarray(a, np.float64), tree)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("capacity", [None, pytest.param(1.5, marks=pytest.mark.long)])
 def test_experts_with_biases_and_a_clamped_gate_train_alike_on_every_layout(capacity):
     mlp = MixtureOfExperts(experts=4, top_k=2, hidden=16, expert=ClampedSwiGLU, capacity=capacity)

@@ -72,6 +72,7 @@ def test_gradients_are_near_the_exact_ones_and_the_same_on_a_layout():
         assert_leaves_agree(jax.jit(jax.grad(loss), static_argnums=2)(params, x, NARROW), ours)
 
 
+@pytest.mark.long
 def test_a_model_trains_with_it_on_a_layout_as_on_one_device_and_is_planned_from_its_trace():
     model = TransformerConfig(
         depth=2,

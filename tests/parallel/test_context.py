@@ -78,7 +78,7 @@ def test_every_form_gives_the_output_and_gradients_of_float64(case):
     assert_leaves_agree(got, [out, *grads[:3]], what=case["form"])
 
 
-@pytest.mark.parametrize("form", ["ring", "TokenRing", "gather"])
+@pytest.mark.parametrize("form", short(1, ["ring", "TokenRing", "gather"]))
 def test_in_bfloat16_it_is_as_exact_as_plain_attention(form):
     arrays, theirs, exact = _bfloat16()
     order = zigzag(S, 4)

@@ -162,6 +162,7 @@ def test_buffers_are_as_large_as_the_schedules_stash():
     assert lower(Pipeline("lockstep").table(2, 8)).size == {"inputs": 3, "cotangents": 1, "pairs": 0}
 
 
+@pytest.mark.long
 def test_compiled_memory_differs_by_what_the_simulator_says():
     model = TransformerConfig(depth=2, vocab=32, width=64, heads=2, head_dim=8, hidden=16)
     rows, seq, micro = 32, 64, 8

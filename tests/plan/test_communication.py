@@ -243,6 +243,7 @@ def test_exchanges_of_layers_between_interleaved_stages_name_their_module():
     assert {t.module for t in sent} == modules and all(t.source.startswith("jaxscale/step/pipeline.py") for t in sent)
 
 
+@pytest.mark.long
 def test_overlap_hides_collectives_that_run_as_rings_only():
     layout, wide = js.Layout("tensor=4", sequence_sharded=True), dict(width=4096, hidden=16384, heads=32, head_dim=128)
     none, some, both = (

@@ -33,6 +33,7 @@ def test_the_cache_of_a_token_has_the_published_size():
     assert cache_bytes(deepseek_v3(), context=1) == 61 * 576 * 2
 
 
+@pytest.mark.long
 def test_a_run_is_explained_with_its_collectives():
     config = TrainConfig(model=MODEL, layout=Layout("fsdp=2,tensor=2"), batch_size=4, seq_len=8)
     explanation = explain(config, compile=True)

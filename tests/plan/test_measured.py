@@ -71,6 +71,7 @@ def test_terms_add_up_to_what_the_clock_says_of_a_step(result, profile):
     assert result.total == sum(result.terms.values()) and result.steps == (2, 3, 4) and result.devices == 8
 
 
+@pytest.mark.long
 def test_a_step_has_the_terms_of_a_plan_and_idle_time(result):
     assert {"products", "attention", "memory-bound", "optimizer", WITHIN, BETWEEN} <= result.terms.keys()
     assert all(time > 0 for time in result.terms.values())

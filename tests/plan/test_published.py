@@ -76,7 +76,7 @@ def test_the_committed_ratios_say_each_runs_regime_and_split():
 @pytest.mark.parametrize(
     "name",
     short(
-        3,
+        2,
         [
             "maxtext-v5p-64b-1x128",
             "maxtext-tpu7x-llama3-8b-1048576-64",

@@ -114,6 +114,7 @@ def test_where_nothing_fits_the_closest_is_named():
         search(odd, devices_of(2**30, 7), space=SMALL, compile="never")
 
 
+@pytest.mark.long
 def test_layouts_that_training_refuses_are_counted_and_not_chosen():
     model = dataclasses.replace(MODEL, kv_heads=2, attention=UlyssesAttention())
     space = Space(axes=("data", "context"), policies=("none", "full"), accumulate=(1,))

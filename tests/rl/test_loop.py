@@ -96,6 +96,7 @@ def test_rewards_that_raise_or_are_no_number_or_hang_skip_the_step_and_keep_the_
     assert int(run(folder="two", resume="newest").state.step) == 4
 
 
+@pytest.mark.long
 def test_the_loop_stops_where_sampler_and_trainer_disagree():
     with pytest.raises(RunError, match="step 1: sampler and trainer give a token log-probabilities up to .* apart"):
         run(own=dataclasses.replace(OWN, largest_gap=1e-12), folder="apart")

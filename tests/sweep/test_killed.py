@@ -122,6 +122,7 @@ def test_a_sweep_killed_at_any_moment_continues(sweeps):
     assert {row["run"] for row in Result(folder).table()} == {"000", "001"}
 
 
+@pytest.mark.long
 def test_a_sweep_killed_while_it_wrote_its_first_file_begins_anew(sweeps):
     """`sweep.gin` and a run's `config.gin` are written under a temporary name and then renamed."""
     folder = sweeps.folder / "first"

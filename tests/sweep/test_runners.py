@@ -165,6 +165,7 @@ def test_weight_decay_may_differ_too(tmp_path):
     assert curve(js.load(jobs[0].folder), "loss")[-1] != curve(want, "loss")[-1]
 
 
+@pytest.mark.long
 def test_a_nan_in_one_run_stays_there_and_is_dealt_with_as_alone(tmp_path):
     with_it = [job(small(lr=lr), tmp_path / "a", i) for i, lr in enumerate((1e-2, 1e38, 3e-2))]
     carry_out(Vmapped(), with_it)

@@ -119,6 +119,7 @@ def test_a_mixer_that_mixes_documents_is_reported(wrong, message):
         check_mixer(Wrong())
 
 
+@pytest.mark.long
 def test_layouts_are_compared_on_arrays_of_other_shapes():
     random = np.random.default_rng(0)
     batch = random_batch(32)
@@ -178,6 +179,7 @@ class FaintNextToken(NextToken):
         return 0.01 * super().value(totals)
 
 
+@pytest.mark.long
 def test_layouts_are_compared_with_clipping_however_small_the_gradients_are():
     result = compare_layouts(TINY, [Layout("fsdp=2,tensor=2")], objective=FaintNextToken())
     assert result.ok and "gradients" in next(iter(result.rows.values()))

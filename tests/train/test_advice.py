@@ -258,6 +258,7 @@ def test_blocks_without_a_kernel_are_named_and_those_that_are_advised_have_one()
     assert not notes() and not notes("tensor=4", width=64)  # there the layout takes no larger ones
 
 
+@pytest.mark.long
 def test_a_router_that_the_loss_does_not_train_is_named_and_the_one_that_is_advised_is_trained():
     def tried(**router):
         experts = MixtureOfExperts(experts=4, top_k=1, router=SoftmaxRouter(**router))

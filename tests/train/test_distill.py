@@ -239,6 +239,7 @@ train.steps = 12
     assert "already exists" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_rows_of_other_settings_are_refused(teacher, tmp_path):
     config = TrainConfig(model=STUDENT, objective=Distill(top=4), **ROWS)
     annotate(config, teacher, tmp_path / "a", say=lambda _: None)

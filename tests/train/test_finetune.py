@@ -85,6 +85,7 @@ def test_the_folder_says_what_a_run_started_from_and_going_on_does_not_read_it_a
     assert again.info["start"] == start and int(again.state.step) == 3
 
 
+@pytest.mark.long
 def test_a_model_that_is_not_that_run_s_is_refused_with_a_list(base):
     wide = dataclasses.replace(MODEL, hidden=128, qk_norm=True)
     with pytest.raises(CheckpointError, match=r"q_norm/scale is missing there; .*down/kernel is .* 64, .* 128, "):

@@ -69,6 +69,7 @@ def test_micro_batches_change_nothing_but_memory():
     assert_leaves_agree(losses(fit(accumulate=4)), losses(fit()))
 
 
+@pytest.mark.long
 def test_a_bfloat16_model_trains(tmp_path):
     config = transformer(write_text(tmp_path / "text"), eval_batches=0, steps=20)
     model = dataclasses.replace(config.model, dtype="bfloat16")

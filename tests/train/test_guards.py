@@ -253,6 +253,7 @@ def test_after_too_many_in_a_row_the_run_goes_back_and_passes_over_them(bad_batc
     assert [r["step"] for r in run.metrics() if r.get("skipped") == "passed over"] == [6, 7, 8]
 
 
+@pytest.mark.long
 def test_the_state_that_is_left_behind_is_gone_before_the_older_one_is_read(bad_batches, monkeypatch):
     restore, live = Saved.restore, []
 

@@ -203,6 +203,7 @@ def test_a_run_keeps_every_replica_and_goes_on_on_another_mesh(tmp_path):
     np.testing.assert_allclose(whole.params()["embed"]["weight"], copies.mean(0), rtol=1e-6)
 
 
+@pytest.mark.long
 def test_devices_are_lost_and_no_replica_is():
     run, still = (Elastic(config(layout=Layout("replica=2,data=2"))) for _ in range(2))
     for i in range(4):

@@ -33,7 +33,9 @@ def cut(blueprint, *, objective, **options):
     "tied, layout",
     [
         (True, Layout("context=2,fsdp=2,tensor=2")),
-        (False, Layout("data=2,fsdp=2,tensor=2", sequence_sharded=True)),
+        pytest.param(
+            False, Layout("data=2,fsdp=2,tensor=2", sequence_sharded=True), marks=pytest.mark.long, id="another layout"
+        ),
     ],
     ids=str,
 )

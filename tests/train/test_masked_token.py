@@ -34,10 +34,11 @@ def test_attention_sees_the_whole_document_and_nothing_else():
 @pytest.mark.parametrize(
     "layout,model",
     [
-        (js.Layout("data=2,fsdp=2,tensor=2"), MODEL),
-        (js.Layout("context=4"), dataclasses.replace(MODEL, attention=Bidirectional(RingAttention()))),
+        pytest.param(js.Layout("data=2,fsdp=2,tensor=2"), MODEL, id="three axes", marks=pytest.mark.long),
+        pytest.param(
+            js.Layout("context=4"), dataclasses.replace(MODEL, attention=Bidirectional(RingAttention())), id="context"
+        ),
     ],
-    ids=["three axes", "context"],
 )
 def test_training_gives_the_same_numbers_on_every_layout(layout, model):
     assert_layouts_agree(model, [layout], batch=BATCH, objective=MaskedToken(rate=0.4), accumulate=2)

@@ -136,6 +136,7 @@ def temporaries(algorithm):
     return memory.temp_size_in_bytes, memory.argument_size_in_bytes - memory.alias_size_in_bytes, size
 
 
+@pytest.mark.long
 def test_a_step_has_one_copy_of_the_parameters():
     extra, not_aliased, size = temporaries(MeZO(perturbations=3))
     assert extra < size, "XLA for CPU draws random numbers in several arrays, of a layer"
@@ -189,6 +190,7 @@ class NotFinite(Errors):
         return super().value(totals) * jnp.nan
 
 
+@pytest.mark.long
 def test_a_resumed_run_has_the_same_bits_and_a_refused_step_is_recorded(tmp_path):
     guards = (FiniteGuard(), FingerprintGuard(every=1))
     settings = bigram(layout=SHARED, guards=guards, algorithm=WeightEMA(inner=MeZO(eps=0.01)), seq_len=8)

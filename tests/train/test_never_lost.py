@@ -115,6 +115,7 @@ def test_no_checkpoint_that_is_whole_is_one_sentence(runs, tmp_path):
         runs.restored(copy, None)
 
 
+@pytest.mark.long
 def test_a_run_on_other_devices_reads_each_sample_once_and_restores_every_bit(tmp_path):
     pieces = [(1, 4, "fsdp=4"), (1, 1, "data=1"), (1, 8, "data=2,fsdp=2,tensor=2")]
     (tmp_path / "whole").mkdir()

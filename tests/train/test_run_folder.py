@@ -245,6 +245,7 @@ def test_a_run_that_died_before_its_first_checkpoint_can_begin_again():
     assert fit("here", resume="newest").info["status"] == "finished"
 
 
+@pytest.mark.long
 def test_a_resume_from_python_keeps_the_settings_of_the_run(tmp_path):
     settings = transformer(write_text(tmp_path / "text"), lr=2e-3, layout=None, steps=2)
     js.fit(settings, run="here", quiet=True)

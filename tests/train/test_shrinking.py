@@ -27,6 +27,7 @@ TOKENS = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
 BATCH = {"tokens": TOKENS, "targets": (TOKENS + 1) % 16, "weights": jnp.ones((2, 8))}
 
 
+@pytest.mark.long
 def test_a_smaller_model_is_the_model_of_that_width_with_the_first_units():
     graphdef, infos = describe_model(MODEL)
     params = jax.tree.map(jnp.asarray, random_params(infos))

@@ -222,6 +222,7 @@ for layout in (
 """
 
 
+@pytest.mark.long
 def test_no_layout_makes_the_partitioner_give_up():
     """XLA says "Involuntary full rematerialization" on standard error where it gathers a whole tensor to split it."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false"}  # a hit would print nothing

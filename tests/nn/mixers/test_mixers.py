@@ -32,6 +32,7 @@ from jaxscale.step.state import describe_model
 from jaxscale.testing import check_mixer
 from pallas_kernels import chosen, forget
 from pallas_kernels.dispatch import on_device
+from tests.truth.long import short
 
 MIXERS = [
     GatedDeltaNet(key_heads=2, value_dim=4, taps=3),
@@ -71,7 +72,7 @@ def test_with_products_in_bfloat16_decoding_is_training_to_its_rounding(mixer):
     check_mixer(mixer(product_dtype="bfloat16"), tolerance=3e-2)
 
 
-@pytest.mark.parametrize("mixer", [GatedDeltaNet(taps=1), LongConvolution(1, features=2, hidden=8, taps=1)])
+@pytest.mark.parametrize("mixer", short(1, [GatedDeltaNet(taps=1), LongConvolution(1, features=2, hidden=8, taps=1)]))
 def test_convolutions_of_one_token_decode_without_a_state(mixer):
     check_mixer(mixer)
 

@@ -24,6 +24,7 @@ def test_the_grid_is_every_combination_of_its_features_once():
     assert len(CASES) == np.prod([len(values) for values in FEATURES.values()]) == 2304
 
 
+@pytest.mark.long
 def test_a_case_is_judged_by_all_its_results_and_an_error_shows(monkeypatch):
     assert [check(HARD, "xla")[part][2] for part in PARTS] == ["ok"] * 5
     off = functools.partial(flash_attention.flash_attention, scale=64**-0.5 * (1 + 1e-5))

@@ -30,7 +30,7 @@ def whole(tmp_path_factory):
     return js.fit(run=tmp_path_factory.mktemp("disk") / "run", **SETTINGS)
 
 
-@pytest.fixture(params=["s3", "gs"])
+@pytest.fixture(params=["s3", pytest.param("gs", marks=pytest.mark.long)])
 def url(request, tmp_path):
     return f"{request.param}://runs/{tmp_path.name}/run"
 

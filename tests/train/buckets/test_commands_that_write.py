@@ -87,6 +87,7 @@ def test_what_exists_in_a_bucket_is_not_overwritten_and_near_names_are_urls(copy
         assert message in capfd.readouterr().err, words
 
 
+@pytest.mark.long
 def test_what_is_written_to_a_disk_only_refuses_urls(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     assert main(["new", "s3://runs/study"]) == MISTAKE

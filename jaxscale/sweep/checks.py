@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxscale.errors import ConfigError, near
 from jaxscale.step import TrainConfig
+from jaxscale.step.blueprint import settled
 from jaxscale.step.prepare import check as check_run
 from jaxscale.step.rates import examples
 from jaxscale.sweep.axes import names_of
@@ -67,7 +68,7 @@ def check(sweep: Sweep, space: Mapping[str, Axis], base: Base) -> int:
         alike = dataclasses.replace(config, lr=1.0, seed=0)
         if alike not in shapes and len(shapes) < SHAPES:
             shapes.append(alike)
-            check_run(config)
+            check_run(settled(config))  # of the model that a trial starts from
     sweep.search.next(space, [], most)  # raises if the search does not support these axes and steps
     if unread:
         name = sorted(unread)[0]

@@ -46,6 +46,15 @@ def test_a_run_that_fails_is_a_row_and_the_sweep_continues(tmp_path):
     assert result.best() == second
 
 
+def test_adapters_are_checked_with_the_model_of_the_run_that_trials_start_from(finished_run):
+    start = js.train.FromRun(str(finished_run.path))
+    base = js.TrainConfig(start=start, adapters=js.step.LoRA(), data=finished_run.config.data, seq_len=16, steps=2)
+    # MixLoRA makes experts of that model's feed-forward layers
+    assert Prepared(Sweep({"train.adapters": [js.step.LoRA(), js.step.MixLoRA(experts=2)], "train.lr": [1e-2]}), base)
+    with raises_saying(ConfigError, "has 'absent', which no projection of the model matches"):
+        Prepared(Sweep({"train.adapters": [js.step.LoRA(targets=("absent",))], "train.lr": [1e-2]}), base)
+
+
 def test_objects_and_settings_of_python_do_as_well():
     values = [js.optim.SGD(momentum=0.5), js.optim.AdamW(b1=0.5)]
     seen = []

@@ -77,7 +77,9 @@ expert: ep experts moe
 replicated: dp ddp data
 fsdp_tensor: fsdptp 2d
 1f1b: onefoneb oneforwardonebackward
-zb-h1: zb zerobubble zbh1 interleavedzerobubble zbvzerobubble
+zb-h1: zb zerobubble zbh1 interleavedzerobubble
+zb-v: zbv zbvzerobubble
+dualpipe-v: dualpipev
 AdamW: adam nadam adamax adagrad rmsprop sophia
 AdamW8bit: adam8bit pagedadamw8bit
 SOAP: shampoo distributedshampoo

@@ -20,7 +20,9 @@ def add(commands: Any) -> None:
         "prints the bubble, and for each stage the\nlargest number of micro-batches whose activations it stores.",
         formatter_class=TEXT,
     )
-    parser.add_argument("name", metavar="NAME", help="gpipe, 1f1b, interleaved, zb-h1, lockstep, lockstep-zb or a .csv")
+    parser.add_argument(
+        "name", metavar="NAME", help="a schedule, such as 1f1b, or a .csv file (see docs/how_to/pipelines.md)"
+    )
     parser.add_argument("--stages", type=int, default=4, help="(default 4)")
     parser.add_argument("--microbatches", type=int, help="(default 2 per stage)")
     parser.add_argument("--chunks", type=int, help="chunks of layers per stage (interleaved; default 2)")

@@ -7,16 +7,21 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
+from typing import Literal, get_args
 
 from jaxscale.config import register
-from jaxscale.errors import LayoutError, near
+from jaxscale.errors import LayoutError, count, near
 from jaxscale.layout.schedules import SCHEDULES, from_csv
-from jaxscale.layout.table import Table, validate
+from jaxscale.layout.table import Placement, Table, validate
 
 AT_MOST = 4
 """Most micro-batches per stage by default, which gives a bubble of about a fifth."""
 
-_CHUNKS = {"interleaved": 2}
+Gather = Literal["layer", "step"]
+
+_CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
+_BOTH_ENDS = ("dualpipe", "chimera")
+_PLACEMENTS: dict[str, Placement] = {"zb-v": "v", "dualpipe-v": "v"}
 
 
 @register
@@ -27,11 +32,16 @@ class Pipeline:
     Args:
       schedule: a name of `jaxscale.layout.SCHEDULES`, the path of a `.csv` file (see
         `jaxscale.layout.schedules.from_csv`), or a function of stages and micro-batches (and chunks, if it has such a
-        parameter) that returns a `Table`. `"lockstep"`, the default, costs least when layers are sharded as well.
+        parameter) that returns a `Table`, with an attribute `placement` if the table's is not "ring". `"lockstep"`, the
+        default, costs least when layers are sharded as well.
       microbatches: the number of parts that a step's batch (the rows of one accumulation step) is divided into. `None`
         takes the most that divide it over the devices that the batch is sharded over, at most 4 per stage; a file has
         its own number.
-      chunks: virtual stages per stage; `None` is 2 for "interleaved" and else 1.
+      chunks: virtual stages per stage; `None` is 2 for "interleaved", "zb-v" and "dualpipe-v", and else 1.
+      gather: when parameters that FSDP shards are gathered. "layer": whenever a layer uses them, and the gradients of
+        each micro-batch are reduce-scattered. "step": once, before the first micro-batch, and gradients are
+        reduce-scattered once, after the last; devices then hold a stage's parameters and float32 gradients whole during
+        a step. If nothing else shards the layers, each stage then runs on its own clock.
 
     Raises:
       LayoutError: no such schedule, or a number below 1.
@@ -40,9 +50,17 @@ class Pipeline:
     schedule: str | Callable[..., Table] = "lockstep"
     microbatches: int | None = None
     chunks: int | None = None
+    gather: Gather = "layer"
 
     def __post_init__(self) -> None:
         name = self.schedule
+        if self.gather not in get_args(Gather):
+            raise LayoutError(f"Pipeline.gather = {self.gather!r}: must be 'layer' or 'step'")
+        if name in _BOTH_ENDS:
+            raise LayoutError(
+                f"schedule '{name}' starts micro-batches at both ends of the pipeline, which needs every stage's "
+                "parameters on two devices; use 'dualpipe-v', which needs them on one"
+            )
         if isinstance(name, str) and name not in SCHEDULES and not name.endswith(".csv"):
             raise LayoutError(f"there is no pipeline schedule '{name}'{near(name, SCHEDULES)}; a file ends in .csv")
         if not isinstance(name, str):
@@ -56,8 +74,12 @@ class Pipeline:
             value = getattr(self, field)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise LayoutError(f"Pipeline.{field} = {value!r}: must be a whole number of at least 1")
-        if self.chunks is not None and self.chunks > 1 and not self._takes_chunks and not self._file:
-            raise LayoutError(f"schedule '{self.name}' has 1 chunk a stage, not {self.chunks}; 'interleaved' has more")
+        if self.chunks is not None and not self._takes_chunks and not self._file:
+            has = count(_CHUNKS.get(self.name, 1), "chunk", "chunks")
+            if self.chunks != _CHUNKS.get(self.name, 1):
+                raise LayoutError(
+                    f"schedule '{self.name}' has {has} a stage, not {self.chunks}; 'interleaved' has more"
+                )
 
     @classmethod
     def of(cls, text: str | Pipeline | None) -> Pipeline:
@@ -77,7 +99,8 @@ class Pipeline:
         if match is None:
             raise LayoutError(f"a pipeline is a string, such as '1f1b:8', or Pipeline('1f1b', 8), not {text!r}")
         name, *numbers = match.groups()
-        return cls(name, *(None if n is None else int(n) for n in numbers))
+        microbatches, chunks = (None if n is None else int(n) for n in numbers)
+        return cls(name, microbatches, chunks)
 
     @property
     def name(self) -> str:
@@ -90,6 +113,14 @@ class Pipeline:
         if self._file:
             return self.chunks or self._file.chunks
         return self.chunks or (_CHUNKS.get(self.schedule, 1) if isinstance(self.schedule, str) else 1)
+
+    @property
+    def placement(self) -> Placement:
+        """The order of virtual stages on stages."""
+        if self._file:
+            return self._file.placement
+        named = isinstance(self.schedule, str)
+        return _PLACEMENTS.get(self.name, "ring") if named else getattr(self.schedule, "placement", "ring")
 
     @functools.cached_property
     def _file(self) -> Table | None:
@@ -172,6 +203,11 @@ def _table(p: Pipeline, stages: int, microbatches: int) -> Table:
             f"schedule '{p.name}' is a table of {sizes[0]} stages, {sizes[1]} micro-batches and {sizes[2]} chunk(s), "
             f"and the layout has {stages}, {microbatches} and {p.chunks_per_stage}; use pipeline={sizes[0]} and "
             f"Pipeline(..., microbatches={sizes[1]}, chunks={sizes[2]})"
+        )
+    if table.placement != p.placement:
+        raise LayoutError(
+            f"schedule '{p.name}' is a table with placement '{table.placement}'; set the function's attribute "
+            f"'placement' to '{table.placement}'"
         )
     validate(table)
     if table.phases < 2:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
 from jaxscale.errors import LayoutError
-from jaxscale.layout.table import PHASES, B, F, Op, Table, W, needs, validate
+from jaxscale.layout.table import PHASES, B, F, Op, Placement, Table, W, needs, validate
 
 Rank = Callable[[int, int, int, np.ndarray], object | None]
 """(stage, phase, item, numbers of F, B and W that the stage has run) -> a sort key; `None`: the op must wait."""
@@ -19,7 +20,15 @@ ScheduleFn = Callable[..., Table]
 
 
 def place(
-    name: str, stages: int, microbatches: int, chunks: int, phases: int, rank: Rank, *, several: bool = False
+    name: str,
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    phases: int,
+    rank: Rank,
+    *,
+    several: bool = False,
+    placement: Placement = "ring",
 ) -> Table:
     """Make a table by list scheduling: at each tick, each stage runs the op of least rank among those that can run.
 
@@ -31,6 +40,7 @@ def place(
       phases: see `Table`.
       rank: see `Rank`.
       several: run one op of each phase in a tick, instead of one op.
+      placement: see `Placement`.
 
     Raises:
       LayoutError: no op can run at some tick (a deadlock).
@@ -47,7 +57,7 @@ def place(
                 ready = []
                 for p in group:
                     for k in left[s, p]:
-                        waits = needs((p, s, k), stages, microbatches, chunks)
+                        waits = needs((p, s, k), stages, microbatches, chunks, placement)
                         if any(when.get(op, tick + 1) + gap > tick for op, gap in waits):
                             continue
                         order = rank(s, p, k, done[s])
@@ -63,7 +73,7 @@ def place(
             (s, p), items = next((key, items) for key, items in left.items() if items)
             stuck = Table(name, stages, microbatches, chunks, np.empty((0, stages, 3)), phases).say((p, s, items[0]))
             raise LayoutError(f"schedule '{name}' deadlocks: at tick {tick} no op can run, and {stuck} has not run yet")
-    return Table(name, stages, microbatches, chunks, np.stack(rows), phases)
+    return Table(name, stages, microbatches, chunks, np.stack(rows), phases, placement)
 
 
 def gpipe(stages: int, microbatches: int) -> Table:
@@ -116,6 +126,49 @@ def zero_bubble(stages: int, microbatches: int) -> Table:
     return place("zb-h1", stages, microbatches, 1, 3, rank)
 
 
+def zero_bubble_v(stages: int, microbatches: int) -> Table:
+    """ZB-V: zero-bubble with two chunks per stage in a V, within 1F1B's stash (Qi et al. 2024).
+
+    With at least 2 * stages - 1 micro-batches, and phases that take equally long, each stage is busy from its first op
+    to its last.
+    """
+    orders: list[list[_Group]] = []
+    n = max(microbatches, 2 * stages - 1)
+    for s in range(stages):
+        after = stages - 1 - s
+        second = [(F, 1), (B, 1), (W, 1)]
+        order: list[tuple[int, int | None]] = []
+        order += [(F, 0)] * (2 * after + 1) + [(F, 1), (F, 0)] * s + second * (after + 1)
+        order += [(F, 0), (B, 0), (W, 0), *second] * (n - 2 * stages + s + 1) + [(B, 0), (W, 0), *second] * after
+        order += [(B, 0), (B, 1)] * s + [(B, 0), (W, None)] * (after + 1)
+        orders.append([[op] for op in order])
+    return _in_v("zb-v", stages, microbatches, orders)
+
+
+def dualpipe_v(stages: int, microbatches: int) -> Table:
+    """DualPipeV: two chunks per stage in a V, and a forward and a backward of different chunks in one tick.
+
+    It is half of DualPipe (DeepSeek-AI 2024), whose two directions need every stage's parameters twice, on devices of
+    both ends. If a forward and a backward in one tick take as long as one after the other and send their results
+    together, a stage idles (stages - 1) * (F + 2 B - 3 W) of a chunk, where B is a whole backward.
+    """
+    orders: list[list[_Group]] = []
+    n = max(microbatches, 2 * stages)
+    for s in range(stages):
+        after = stages - 1 - s
+        down, up = [(F, 0), (B, 1), (W, 1)], [(F, 1), (B, 0), (W, 0)]
+        order: list[_Group] = []
+        order += [[(F, 0)]] * (2 * after) + [[(F, 0)], [(F, 1)]] * (s + 1)
+        order += [[(B, 1)], [(W, 1)], [(F, 1)]] * after
+        main: list[_Group] = [down, up] * (n - 2 * stages + s + 1)
+        order += [down[:1], down[1:], *main[1:]] if s == stages - 1 else main  # apart, the next stage's wait is shorter
+        order += [down[1:], up] * after
+        for i in range(2 * (s + 1)):  # the weight gradients of the second half wait
+            order.append([(B, (i + 1) % 2), (W, (i + 1) % 2)][: 2 if i < s + 1 else 1])
+        orders.append(order + [[(W, None)], [(B, 0)]] * after)
+    return _in_v("dualpipe-v", stages, microbatches, orders)
+
+
 def lockstep(stages: int, microbatches: int) -> Table:
     """1F1B for devices that run each phase together: each tick has a forward and a backward of different micro-batches.
 
@@ -143,7 +196,7 @@ def forward_only(table: Table) -> Table:
     """Return a table of the forward phases only, each stage's in the same order and as early as possible."""
     t = table
     orders = [[(F, int(k)) for k in t.slots[:, s, F] if k >= 0] for s in range(t.stages)]
-    return place(t.name, t.stages, t.microbatches, t.chunks, 1, _in_order(orders))
+    return place(t.name, t.stages, t.microbatches, t.chunks, 1, _in_order(orders), placement=t.placement)
 
 
 SCHEDULES: dict[str, ScheduleFn] = {
@@ -151,10 +204,12 @@ SCHEDULES: dict[str, ScheduleFn] = {
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
     "zb-h1": zero_bubble,
+    "zb-v": zero_bubble_v,
+    "dualpipe-v": dualpipe_v,
     "lockstep": lockstep,
     "lockstep-zb": lockstep_zero_bubble,
 }
-"""Schedules by name. `gpipe`, `1f1b`, `interleaved` and `zb-h1` are those of the papers. The two `lockstep` schedules
+"""Schedules by name. Those before the last two are of the papers. The two `lockstep` schedules
 are for stages that wait for each other in each phase, as they must where layers are sharded over devices too."""
 
 
@@ -162,7 +217,8 @@ def from_csv(path: str | Path) -> Table:
     """Read a table from a file: a line per tick, and in it a cell per stage with the ops of that tick, or none.
 
     An op is a phase and a micro-batch, such as `F0`; with several chunks, a point and the chunk follow, such as `F0.1`.
-    Ops are separated by spaces. In a file without any `W`, `B` is the whole backward pass.
+    Ops are separated by spaces. In a file without any `W`, `B` is the whole backward pass. A first line "placement v"
+    says that the chunks of a stage are placed so (see `jaxscale.layout.table.Placement`).
 
     Args:
       path: the file.
@@ -174,6 +230,13 @@ def from_csv(path: str | Path) -> Table:
         lines = [line for line in Path(path).read_text().splitlines() if line.strip()]
     except OSError as e:
         raise LayoutError(f"schedule {path} cannot be read: {e.strerror}") from None
+    placement: Placement = "ring"
+    if lines and (first := re.fullmatch(r"placement (\w+)\s*", lines[0])):
+        if first[1] not in get_args(Placement):
+            raise LayoutError(
+                f"schedule {path}, line 1: placement '{first[1]}'; use {' or '.join(get_args(Placement))}"
+            )
+        placement, lines = first[1], lines[1:]  # type: ignore[assignment]
     ops: list[tuple[int, int, int, int, int]] = []  # tick, stage, phase, micro-batch, chunk
     stages = max((line.count(",") + 1 for line in lines), default=0)
     for tick, line in enumerate(lines):
@@ -196,9 +259,67 @@ def from_csv(path: str | Path) -> Table:
         if slots[tick, stage, phase] >= 0:
             raise LayoutError(f"schedule {path}, line {tick + 1}: stage {stage} has two {PHASES[phase]} in one tick")
         slots[tick, stage, phase] = c * micro + m
-    table = Table(Path(path).name, stages, micro, chunks, slots, max(o[2] for o in ops) + 1)
+    table = Table(Path(path).name, stages, micro, chunks, slots, max(o[2] for o in ops) + 1, placement)
     validate(table)
     return table
+
+
+_Group = Sequence[tuple[int, int | None]]
+"""Ops of one tick of a stage: phase and chunk, or `None` for the weight gradient that has waited longest."""
+
+
+def _in_v(name: str, stages: int, microbatches: int, orders: Sequence[Sequence[_Group]]) -> Table:
+    """Run each stage's groups of ops in order, as early as possible; its stages have two chunks each, in a V.
+
+    Micro-batches of a phase and chunk are numbered in order; ops of more than there are are left out.
+    """
+    todo = [_numbered(order, microbatches) for order in orders]
+    when: dict[Op, int] = {}
+    rows: list[np.ndarray] = []
+    at = [0] * stages
+    while any(n < len(groups) for n, groups in zip(at, todo, strict=True)):
+        tick, now = len(rows), dict[Op, int]()
+        rows.append(np.full((stages, 3), -1))
+        for s in range(stages):
+            ops = [(p, s, k) for p, k in todo[s][at[s]]] if at[s] < len(todo[s]) else []
+            own = dict.fromkeys(ops, tick)
+            waits = [
+                (own.get(op, when.get(op)), gap) for o in ops for op, gap in needs(o, stages, microbatches, 2, "v")
+            ]
+            if all(t is not None and t + gap <= tick for t, gap in waits):
+                now |= own
+                at[s] += bool(ops)
+        if not now:
+            raise LayoutError(f"schedule '{name}' deadlocks: at tick {tick} no op can run")
+        when |= now
+        for (p, s, k), t in now.items():
+            rows[t][s, p] = k
+    return Table(name, stages, microbatches, 2, np.stack(rows), 3, "v")
+
+
+def _numbered(order: Sequence[_Group], microbatches: int) -> list[list[tuple[int, int]]]:
+    """Return (phase, item) for ops of a stage, with the weight gradients that are still waiting at the end."""
+    counts: dict[tuple[int, int], int] = {}
+    waiting: list[tuple[int, int]] = []
+    groups = []
+    for group in order:
+        ops: list[tuple[int, int, int]] = []
+        for phase, chunk in group:
+            if phase == W:
+                key = waiting[0] if chunk is None else (chunk, counts[B, chunk] - 1)
+                waiting.remove(key)
+                ops.append((W, *key))
+                continue
+            assert chunk is not None
+            micro = counts.get((phase, chunk), 0)
+            counts[phase, chunk] = micro + 1
+            ops.append((phase, chunk, micro))
+            if phase == B:
+                waiting.append((chunk, micro))
+        groups.append(ops)
+    groups += [[(W, *key)] for key in waiting]
+    items = ([(p, c * microbatches + m) for p, c, m in ops if m < microbatches] for ops in groups)
+    return [ops for ops in items if ops]
 
 
 def _in_order(orders: Sequence[Sequence[tuple[int, int]]]) -> Rank:

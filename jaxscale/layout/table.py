@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -20,13 +20,28 @@ PHASES = "FBW"
 Op = tuple[int, int, int]
 """(phase, stage, item)"""
 
+Placement = Literal["ring", "v"]
+"""Order of virtual stages on stages: "ring", each chunk from the first stage to the last; or "v", every second chunk
+from the last stage to the first, so that with two chunks the first stage has both ends of the model."""
+
+
+def virtual_stage(stage: int, chunk: int, stages: int, placement: Placement) -> int:
+    """Return the number of the virtual stage that a chunk of a stage is."""
+    return chunk * stages + (stages - 1 - stage if placement == "v" and chunk % 2 else stage)
+
+
+def stage_of(virtual: int, stages: int, placement: Placement) -> tuple[int, int]:
+    """Return the stage of a virtual stage, and which of its chunks it is."""
+    chunk, stage = divmod(virtual, stages)
+    return (stages - 1 - stage if placement == "v" and chunk % 2 else stage), chunk
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Table:
     """A pipeline schedule.
 
-    The model is divided into `stages * chunks` virtual stages; chunk c of stage s is virtual stage c * stages + s. What
-    a stage sends at one tick can be used from the next tick on.
+    The model is divided into `stages * chunks` virtual stages; chunk c of stage s is virtual stage c * stages + s, or
+    as `placement` says. What a stage sends at one tick can be used from the next tick on.
 
     Args:
       name: the schedule's name.
@@ -37,6 +52,7 @@ class Table:
         micro-batch, or -1 for none. A stage may run one phase in a tick or several.
       phases: how many of the three phases are used: 1 forward only, 2 with the whole backward pass in `B`, 3 with
         separate weight gradients in `W`.
+      placement: see `Placement`.
     """
 
     name: str
@@ -45,6 +61,7 @@ class Table:
     chunks: int
     slots: np.ndarray
     phases: int = 2
+    placement: Placement = "ring"
 
     @property
     def items(self) -> int:
@@ -60,7 +77,7 @@ class Table:
         Returns:
           pairs of an op and how many ticks later the dependent op can run; 0 allows a later phase of the same tick.
         """
-        return needs(op, self.stages, self.microbatches, self.chunks)
+        return needs(op, self.stages, self.microbatches, self.chunks, self.placement)
 
     def say(self, op: Op) -> str:
         """Write an op for messages, such as "F3.1 on stage 0".
@@ -73,14 +90,15 @@ class Table:
         return f"{PHASES[phase]}{micro}" + (f".{chunk}" if self.chunks > 1 else "") + f" on stage {stage}"
 
 
-def needs(op: Op, stages: int, microbatches: int, chunks: int) -> list[tuple[Op, int]]:
+def needs(op: Op, stages: int, microbatches: int, chunks: int, placement: Placement = "ring") -> list[tuple[Op, int]]:
     """Return the ops that an op depends on, as `Table.needs`, for a table of these sizes."""
     phase, stage, item = op
     chunk, micro = divmod(item, microbatches)
-    virtual = chunk * stages + stage
+    virtual = virtual_stage(stage, chunk, stages, placement)
 
     def at(phase: int, virtual: int) -> Op:
-        return phase, virtual % stages, virtual // stages * microbatches + micro
+        stage, chunk = stage_of(virtual, stages, placement)
+        return phase, stage, chunk * microbatches + micro
 
     if phase == F:
         return [(at(F, virtual - 1), 1)] if virtual else []
@@ -237,5 +255,9 @@ def _cell(table: Table, slots: np.ndarray, only: int | None = None) -> list[str]
 
 
 def to_csv(table: Table) -> str:
-    """Write a table with a line per tick and a column per stage, as `jaxscale.layout.schedules.from_csv` reads it."""
-    return "\n".join(",".join(" ".join(_cell(table, cell)) for cell in tick) for tick in table.slots) + "\n"
+    """Write a table with a line per tick and a column per stage, as `jaxscale.layout.schedules.from_csv` reads it.
+
+    A placement other than "ring" stands in a line of its own before them.
+    """
+    first = "" if table.placement == "ring" else f"placement {table.placement}\n"
+    return first + "\n".join(",".join(" ".join(_cell(table, cell)) for cell in tick) for tick in table.slots) + "\n"

@@ -49,6 +49,7 @@ class Use:
       x_axes: logical axes of the input's contracted dimensions.
       y_axes: logical axes of the output's new dimensions.
       gradient: (input, output cotangent) -> the kernel's gradient.
+      rounds: whether it rounds elements depending on others, so that a sum over parts of the tokens is another number.
     """
 
     x: Any
@@ -56,6 +57,7 @@ class Use:
     x_axes: tuple[str, ...]
     y_axes: tuple[str, ...]
     gradient: Callable[[Array, Array], Array]
+    rounds: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -110,7 +112,7 @@ class Deferred(Weight):
             _later, axes=axes, contracted=contracted, arithmetic=arithmetic, kernel_dtype=self.kernel.dtype
         )
         assert self.uses is not None
-        self.uses.products.append(Use(x, y, x_axes, y_axes, gradient))
+        self.uses.products.append(Use(x, y, x_axes, y_axes, gradient, arithmetic.kernel_gradient.rounds))
         return y
 
 

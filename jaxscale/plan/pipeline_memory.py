@@ -64,12 +64,17 @@ def walk_pipeline(
         return local_bytes(i, layout, "grads")
 
     def uncast(i: TensorInfo) -> int:
-        return 0 if copied_bytes(i, layout, model.dtype) else local_bytes(i, layout)
+        return 0 if copied_bytes(i, inside, model.dtype) else local_bytes(i, inside)
+
+    def gathered(i: TensorInfo) -> int:
+        return uncast(i) if local_bytes(i, inside, "params") > local_bytes(i, layout, "params") else 0
 
     heap, chunks = SteadyHeap(), layout.schedule.chunks_per_stage
     moved = any(not pipeline.stages.in_place(n) for n in range(len(runs)))
     if moved:  # parameters that are cast are cast before they are sent to their stage, so they need no buffer here
         of_chunk("sent to stages", uncast, chunks)
+    elif layout.schedule.gather == "step":
+        of_chunk("gathered", gathered, chunks)
     for i in tables:  # a vocabulary that the devices do not divide is copied to the rows that stages use
         if (used := as_used(i, layout)) is not i:
             heap.take(f"{i.path}, in rows", local_bytes(used, layout, "params"))
@@ -79,8 +84,8 @@ def walk_pipeline(
         stash.append(heap.take("stashed products", _pair_bytes(layer) * depth * (slots["pairs"] + 1)))
     of_chunk("gradient of", gradient, chunks)
     heap.take("gradients of tables", ends.reduced)
-    cast = of_chunk("cast", lambda i: copied_bytes(i, layout, model.dtype))
-    cast += [heap.take(f"cast {i.path}", copied_bytes(i, layout, model.dtype)) for i in tables]
+    cast = of_chunk("cast", lambda i: copied_bytes(i, inside, model.dtype))
+    cast += [heap.take(f"cast {i.path}", copied_bytes(i, inside, model.dtype)) for i in tables]
     ends = dataclasses.replace(ends, cast=0)  # casts last for the whole step, as those of layers do
     ends.look_up(heap, at_once=True)
     sent = [heap.take("a stage's input", layer.stream), heap.take("a stage's output", layer.stream)]
@@ -88,7 +93,7 @@ def walk_pipeline(
     now = [heap.take(f"activations, {name}", size) for name, size in activations.items()]
     alone = single_layers(config, blueprint, layout, groups, rows)
     now += [heap.take("activations of a layer by itself", saved_by_single(one, policy)) for one in alone]
-    if table.phases > 2:  # gradients wait for a phase of their own
+    if table.phases > 2 or _has_terms(layout, pipeline.replicas):  # gradients are products of what these hold
         now.append(heap.take("a micro-batch's products", _pair_bytes(layer) * depth))
     else:
         now += of_chunk("a micro-batch's gradient of", gradient)
@@ -104,13 +109,20 @@ def walk_pipeline(
     return heap, saved, sum(b.size for b in cast), host
 
 
+def _has_terms(layout: Layout, replicas: tuple[str, ...]) -> bool:
+    """Whether devices sum kernels' gradients over their own tokens (`jaxscale.parallel.pipeline.split.terms_of`)."""
+    tokens = {m for a in ("batch", "seq") for m in layout.cut(a)} - set(replicas)
+    return bool(tokens - set(layout.cut("embed", "grads")))
+
+
 def _of_replicas(layout: Layout, replicas: tuple[str, ...]) -> Layout:
-    """Layout of gradients until the last micro-batch: each replica holds its own, not yet summed over replicas."""
+    """Layout until the last micro-batch: replicas hold parameters and their own gradients, not yet summed, whole."""
     if not replicas:
         return layout
     rules = layout.resolved_rules
     grads = {a: tuple(m for m in rules.target("grads", a) if m not in replicas) for a in rules.grads or ()}
-    rules = dataclasses.replace(rules, grads=grads)
+    params = {a: tuple(m for m in rules.target("params", a) if m not in replicas) for a in rules.params}
+    rules = dataclasses.replace(rules, grads=grads, params=params)
     return dataclasses.replace(layout, rules=rules, sequence_sharded=False).abstract(layout.devices)
 
 

@@ -183,7 +183,7 @@ class _Place:
             return cls(layout, counts, config.accumulate, 1.0, 0.0)
         schedule = layout.schedule
         groups = [(repeats, len(windows)) for windows, repeats in model.runs]
-        assigned = assign(*zip(*groups, strict=True), layout.stages, schedule.chunks_per_stage)
+        assigned = assign(*zip(*groups, strict=True), layout.stages, schedule.chunks_per_stage, schedule.placement)
         copies = sum(index.size * weight for index, (_, weight) in zip(assigned.index, groups, strict=True))
         parts = schedule.microbatches_of(layout.stages, config.micro_batch, layout.split("batch"))
         counts = {name: n + (name != "logits") for name, n in counts.items()}  # a backward phase recomputes its stage

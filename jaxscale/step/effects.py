@@ -20,6 +20,7 @@ from jaxscale.optim import EightBit, ScheduleFreeAdamW, ScheduleFreeSGD, is_quan
 from jaxscale.optim.storage import check_fits
 from jaxscale.reading import clipped
 from jaxscale.step.config import TrainConfig
+from jaxscale.step.pipeline import replicas_of
 from jaxscale.step.state import Blueprint
 from pallas_kernels.blockwise import without_kernel
 
@@ -93,6 +94,16 @@ def _of_layout(c: TrainConfig, blueprint: Blueprint) -> Findings:
         return
     if layout.pipeline is not None and layout.stages == 1:
         yield "Layout.pipeline", layout.pipeline, "the mesh has no pipeline axis"
+    elif layout.schedule.gather == "step":
+        each = dataclasses.replace(layout, pipeline=dataclasses.replace(layout.schedule, gather="layer"))
+        if replicas_of(blueprint.graphdef, blueprint.infos, each) == replicas_of(
+            blueprint.graphdef, blueprint.infos, layout
+        ):
+            yield (
+                "Pipeline.gather",
+                "step",
+                "the mesh has no axis that shards parameters and, of activations, only rows",
+            )
     if layout.sequence_sharded and layout.sizes["tensor"] == 1:
         yield "Layout.sequence_sharded", True, "the mesh has no tensor axis to shard the sequence over"
 

@@ -77,6 +77,11 @@ def pipelined(blueprint: Blueprint, objective: Objective, accumulate: int = 1) -
             "pipeline"
         )
     _check_vocabulary(loss, blueprint.infos, blueprint.layout)
+    if blueprint.layout.schedule.gather == "step" and _reports(blueprint.graphdef, blueprint.infos):
+        raise LayoutError(
+            "Pipeline.gather = 'step': layers of this model report statistics of all rows of a micro-batch together, "
+            "so that devices along fsdp have to run each layer together; use Pipeline.gather = 'layer'"
+        )
     runs = list(blueprint.infos["runs"].values())
     uses = max(getattr(run, "uses", 1) for run in model.runs)
     stages, stuck = _assigned(runs, uses, blueprint.layout, blueprint.layout.schedule.chunks_per_stage)
@@ -106,7 +111,7 @@ def _assigned(runs: Sequence[Tree], uses: int, layout: Layout, chunks: int) -> t
       The stages, and a parameter that is not stored on its stages and cannot be sharded along its width either, or
       `None`.
     """
-    stages = assign(*_groups(runs, uses), layout.stages, chunks)
+    stages = assign(*_groups(runs, uses), layout.stages, chunks, layout.schedule.placement)
     moved = (i for n, run in enumerate(runs) if not stages.in_place(n) for i in jax.tree.leaves(run))
     return stages, next((i for i in moved if not _width_divides(i, layout)), None)
 
@@ -141,17 +146,23 @@ def _ways_to_divide(runs: Sequence[Tree], uses: int, layout: Layout) -> str:
 def replicas_of(graphdef: nnx.GraphDef[Any], infos: Tree, layout: Layout) -> tuple[str, ...]:
     """Return the mesh axes over which a pipeline sums gradients once, after the last micro-batch.
 
-    They are the axes that shard the batch and nothing else; there are none if layers report statistics of all rows of a
-    micro-batch together. Over other axes that shard the batch, GSPMD sums the gradients of each micro-batch.
+    They are the axes that shard the batch and nothing else, or parameters that are gathered once a step
+    (`Pipeline.gather`); there are none if layers report statistics of all rows of a micro-batch together. Over other
+    axes that shard the batch, GSPMD sums the gradients of each micro-batch, except where
+    `jaxscale.parallel.pipeline.split.terms_of` applies.
 
     Args:
       graphdef: the model's structure.
       infos: a `TensorInfo` per parameter.
       layout: the layout.
     """
+    return () if _reports(graphdef, infos) else _batch_only_axes(infos, layout)
+
+
+def _reports(graphdef: nnx.GraphDef[Any], infos: Tree) -> bool:
+    """Return whether layers report statistics of all rows of a micro-batch together."""
     model = nnx.merge(graphdef, infos)
-    reporting = any(isinstance(node, nnx.Module) and reports(node) for _, node in nnx.iter_graph(model))
-    return () if reporting else _batch_only_axes(infos, layout)
+    return any(isinstance(node, nnx.Module) and reports(node) for _, node in nnx.iter_graph(model))
 
 
 def _by_module(fn: Callable[..., jax.Array], values: Tree, infos: Tree) -> Tree:
@@ -167,7 +178,9 @@ def _by_module(fn: Callable[..., jax.Array], values: Tree, infos: Tree) -> Tree:
 def _batch_only_axes(infos: Tree, layout: Layout) -> tuple[str, ...]:
     """Return the first of the batch's mesh axes, up to one that also shards something else."""
     rules = layout.resolved_rules
-    used = {m for i in jax.tree.leaves(infos) for a in i.axes if a is not None for m in rules.target("params", a)}
+    used: set[str] = set()
+    if layout.schedule.gather == "layer":
+        used |= {m for i in jax.tree.leaves(infos) for a in i.axes if a is not None for m in rules.target("params", a)}
     others = [a for a in rules.activations if a not in ("batch", "expert_batch")]
     used |= {m for a in others for m in rules.target("activations", a)}
     rows = (m for m in rules.target("activations", "batch") if layout.sizes[m] > 1)
@@ -240,6 +253,17 @@ class Pipelined:
             for i in jax.tree.leaves(run)
         )
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes by which a device's parameters grow when they are gathered over replicas."""
+        more = 0
+        for i in jax.tree.leaves(self.blueprint.infos):
+            over = {m for a in i.axes if a is not None for m in self.layout.cut(a, "params")}
+            pieces = math.prod(self.layout.sizes[m] for m in over)
+            whole = pieces // math.prod(self.layout.sizes[m] for m in over & set(self.replicas))
+            more += i.nbytes // whole - i.nbytes // pieces
+        return more
+
     def notes(self, rows: int) -> tuple[str, ...]:
         """Return sentences about the schedule and what it costs.
 
@@ -267,6 +291,11 @@ class Pipelined:
                 "during a step"
             )
         batch_axes = _batch_only_axes(self.blueprint.infos, self.layout)
+        if self.layout.schedule.gather == "step":
+            notes.append(
+                f"pipeline: parameters are gathered once, before the first micro-batch: {self.gathered_bytes:,} bytes "
+                "more on each device during a step"
+            )
         if self.replicas:
             notes.append(
                 "pipeline: every replica accumulates its own gradients, in float32 and whole along "
@@ -274,8 +303,9 @@ class Pipelined:
             )
         elif batch_axes:
             notes.append(
-                "pipeline: layers report statistics of all rows of a micro-batch together, so that gradients are "
-                f"summed over {' and '.join(batch_axes)} for every micro-batch, and not once after the last"
+                "pipeline: layers report statistics of all rows of a micro-batch together, so that gradients of "
+                f"embedding, head, vectors and experts are summed over {' and '.join(batch_axes)} for every "
+                "micro-batch, and only those of other matrices once after the last"
             )
         if any(not self.stages.in_place(run) for run in range(len(self._runs))):
             notes.append(

@@ -27,6 +27,9 @@ BUBBLES = {
     "1f1b": lambda k, m: _share(3 * (k - 1), 3 * m),
     "interleaved": lambda k, m: _share(3 * (k - 1), 3 * 2 * m),  # Narayanan et al. 2021: divided by the chunks
     "zb-h1": lambda k, m: _share(k - 1, 3 * m),  # Qi et al. 2024: (K - 1) (F + B - W), all 1
+    # as long as it takes a chunk to get from the first stage to the last, and more with too few micro-batches
+    "zb-v": lambda k, m: _share(k - 1 + max(0, 2 * k - 1 - m), 6 * m),
+    "dualpipe-v": lambda k, m: _share(k - 1 + max(0, 2 * k - 1 - m), 6 * m),
     "lockstep": lambda k, m: _share(3 * (k - 1), 3 * m),
     "lockstep-zb": lambda k, m: _share(k - 1, 3 * m),
 }
@@ -58,11 +61,52 @@ def test_a_classical_table_idles_more_in_lockstep():
         ("1f1b", (4, 3, 2, 1)),
         ("zb-h1", (4, 4, 4, 4)),
         ("lockstep", (7, 5, 3, 1)),
+        ("zb-v", (8, 8, 8, 8)),  # chunks of half a stage: as much as 1F1B's first stage, on all stages
+        ("dualpipe-v", (9, 9, 9, 9)),  # DeepSeek-AI 2024: one more than twice the stages
         ("interleaved", (11, 9, 7, 5)),  # chunks of half a stage each: 2 (K - 1 - s) + (V - 1) K + 1
     ],
 )
 def test_a_schedules_stash_is_its_papers(name, stash):
     assert simulate(SCHEDULES[name](4, 8)).stash == stash
+
+
+def _clock(table: Table, stage: int, joint: bool = False) -> tuple[float, float]:
+    """When a stage begins its first op, and how long it is idle after that, in forwards of a chunk.
+
+    Ops of one tick end one after the other, or `joint`, as DualPipe's.
+    """
+    when, ends = validate(table), {}
+    clock, begin, idle = np.zeros(table.stages), np.full(table.stages, -1.0), np.zeros(table.stages)
+    for tick, s in sorted({(tick, op[1]) for op, tick in when.items()}):
+        ops = [(p, s, int(k)) for p, k in enumerate(table.slots[tick, s]) if k >= 0]
+        for group in [ops] if joint else [[op] for op in ops]:
+            ready = max([ends[b] for op in group for b, _ in table.needs(op) if b not in group], default=0.0)
+            start = max(clock[s], ready)
+            idle[s] += start - clock[s] if joint or begin[s] >= 0 else 0
+            begin[s] = start if begin[s] < 0 else begin[s]
+            clock[s] = start + len(group)
+            ends |= dict.fromkeys(group, clock[s])
+    return begin[stage], idle[stage] + (clock.max() - clock[stage] if joint else 0)
+
+
+@pytest.mark.parametrize("stages,microbatches", [(2, 3), (4, 7), (4, 16), (8, 16)])
+def test_stages_of_zb_v_are_never_idle_between_their_first_op_and_their_last(stages, microbatches):
+    table = SCHEDULES["zb-v"](stages, microbatches)
+    assert [_clock(table, s) for s in range(stages)] == [(s, 0) for s in range(stages)]
+
+
+@pytest.mark.parametrize("stages,microbatches", [(2, 4), (4, 8), (8, 32)])
+def test_dualpipe_v_has_the_bubble_of_its_authors(stages, microbatches):
+    # DeepSeek-AI 2024: (PP / 2 - 1) (F&B + B - 3 W), with two of PP chunks on a device, here of F&B = 3, B = 2, W = 1
+    table = SCHEDULES["dualpipe-v"](stages, microbatches)
+    assert [_clock(table, s, joint=True)[1] for s in range(stages)] == [(stages - 1) * (3 + 2 - 3)] * stages
+
+
+def test_the_first_stage_of_a_v_has_both_ends():
+    for name in ("zb-v", "dualpipe-v"):
+        table = SCHEDULES[name](3, 6)
+        assert table.needs((F, 0, 6)) == [((F, 1, 6), 1)] and table.needs((F, 2, 6)) == [((F, 2, 0), 1)]
+        assert table.needs((B, 0, 6)) == [((F, 0, 6), 0)]
 
 
 def _broken(change) -> Table:
@@ -120,7 +164,7 @@ def test_a_table_survives_a_file(name, tmp_path):
     (tmp_path / "t.csv").write_text(to_csv(table))
     read = from_csv(tmp_path / "t.csv")
     assert (read.slots == table.slots).all()
-    sizes = lambda t: (t.stages, t.microbatches, t.chunks, t.phases)  # noqa: E731
+    sizes = lambda t: (t.stages, t.microbatches, t.chunks, t.phases, t.placement)  # noqa: E731
     assert sizes(read) == sizes(table)
 
 
@@ -131,8 +175,9 @@ def test_a_table_survives_a_file(name, tmp_path):
         ("F0 F1,\n", ["line 1", "stage 0 has two F"]),
         ("F0,\n,F0\n,B0\n", ["never runs B0 on stage 0"]),
         ("", ["no ops"]),
+        ("placement w\nF0,\n", ["line 1", "placement 'w'", "ring or v"]),
     ],
-    ids=["letter", "twice", "skipped", "empty"],
+    ids=["letter", "twice", "skipped", "empty", "placement"],
 )
 def test_a_file_that_is_no_table_is_refused(text, words, tmp_path):
     (tmp_path / "t.csv").write_text(text)
@@ -176,6 +221,8 @@ def test_a_pipeline_is_written_in_a_word():
         ("1f1bb", ["'1f1bb'", "did you mean '1f1b'"]),
         ("gpipe:0", ["microbatches = 0", "at least 1"]),
         ("gpipe:4:2", ["'gpipe' has 1 chunk", "interleaved"]),
+        ("zb-v:4:3", ["'zb-v' has 2 chunks", "interleaved"]),
+        ("dualpipe:4", ["'dualpipe'", "parameters on two devices", "use 'dualpipe-v'"]),
         (3, ["is a string", "3"]),
     ],
     ids=str,
@@ -218,6 +265,11 @@ def test_micro_batches_that_do_not_divide_the_batch_are_refused_with_the_nearest
         Pipeline("interleaved", 6).microbatches_of(4, 48, 2)
 
 
+def test_parameters_are_gathered_by_layer_or_by_step():
+    with raises_saying(LayoutError, "Pipeline.gather = 'stage'", "'layer' or 'step'"):
+        Pipeline(gather="stage")
+
+
 def test_micro_batches_that_are_no_multiple_of_the_stages_are_refused_with_the_nearest():
     with raises_saying(LayoutError, "'interleaved'", "groups of 4", "6", "is 8"):
         interleaved(4, 6)
@@ -231,6 +283,8 @@ def test_a_table_for_other_sizes_is_refused(tmp_path):
         own.table(4, 4)
     with raises_saying(LayoutError, "2 chunk(s)", "has 2, 4 and 1", "chunks=2"):
         Pipeline(lambda stages, micro: interleaved(stages, micro)).table(2, 4)
+    with raises_saying(LayoutError, "placement 'v'", "attribute 'placement'"):
+        Pipeline(lambda stages, micro, chunks=2: SCHEDULES["zb-v"](stages, micro), chunks=2).table(2, 4)
     with raises_saying(LayoutError, "returned ndarray"):
         Pipeline(lambda stages, micro: np.zeros((stages, micro))).table(2, 4)
 

@@ -189,19 +189,22 @@ def test_compiled_memory_differs_by_what_the_simulator_says():
         ((5,), 2, 1, [[[[0, 1, 2]], [[3, 4, 4]]]], (1,)),
         ((5,), 4, 1, [[[[0, 1]], [[2, 2]], [[3, 3]], [[4, 4]]]], (3,)),
         ((4, 1), 2, 1, [[[[0, 1]], [[2, 3]]], [[[0]], [[0]]]], (0, 1)),
+        ((5,), 2, "v", [[[[0, 1], [4, 4]], [[2, 2], [3, 3]]]], (3,)),
     ],
-    ids=["even", "chunks", "uneven", "few", "two runs"],
+    ids=["even", "chunks", "uneven", "few", "two runs", "v"],
 )
 def test_layers_are_dealt_out_in_order_with_little_padding(repeats, stages, chunks, held, padded):
-    result = assign(repeats, (1,) * len(repeats), stages, chunks)
+    placed = (2, "v") if chunks == "v" else (chunks,)
+    result = assign(repeats, (1,) * len(repeats), stages, *placed)
     assert [a.tolist() for a in result.index] == held
     assert result.padded == padded
 
 
 def test_what_is_spread_over_stages_is_collected_again():
     stack = jnp.arange(5 * 3).reshape(5, 3)
-    result, names = assign((5,), (1,), 2, 2), ("layers", "norm")
-    assert (result.collect(0, result.spread(0, stack, names), names) == stack).all()
+    for placement in ("ring", "v"):
+        result, names = assign((5,), (1,), 2, 2, placement), ("layers", "norm")
+        assert (result.collect(0, result.spread(0, stack, names), names) == stack).all()
 
 
 def test_more_stages_than_layers_are_refused():

@@ -26,7 +26,7 @@ from jaxscale.plan.partition import partitioned
 from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.traffic import traffic
 from jaxscale.step import TrainConfig, blueprint_of
-from tests.train.test_step_collectives import CASES, MODEL, OF_STAGES, SCALARS
+from tests.train.test_step_collectives import CASES, MATRICES, MODEL, OF_STAGES, SCALARS, STREAM, TABLES
 from tests.truth.errors import raises_saying
 from tests.truth.long import short
 
@@ -64,9 +64,19 @@ def test_a_step_has_to_send_what_its_compiled_program_sends(layout):
 @pytest.mark.parametrize("layout", OF_STAGES, ids=str)
 def test_replicas_of_a_pipeline_have_to_sum_their_gradients_once(layout):
     topology, want = OF_STAGES[layout]
-    sent = [c for c in predict(config_of(layout), topology) if c.axes == ("data",) and c.kind != "all-gather"]
-    assert {c.times for c in sent if c.payload > 4} == {1}
-    assert sum(c.payload for c in sent if c.payload > 4) == want
+    sent = [c for c in predict(config_of(layout), topology) if c.axes in (("data",), ("fsdp",)) and c.payload > 4]
+    assert {c.times for c in sent} == {1}
+    assert sum(c.payload for c in sent if c.kind != "all-gather") == want
+
+
+def test_devices_that_have_other_tokens_have_to_sum_a_pipelines_matrices_once():
+    layout = js.Layout("pipeline=2,context=2", pipeline="gpipe:4")
+    sent = [c for c in predict(config_of(layout), "v5p:2x2x1") if c.axes == ("context",) and c.kind != "all-gather"]
+    once = [c for c in sent if c.times == 1 and c.payload > 4]
+    assert sum(c.payload for c in once) == 4 * MATRICES // 2  # one of two layers
+    # in each micro-batch those of a stage's half of a table and of norms, and cotangents of keys and values
+    table, keys = 4 * TABLES // 2 // 2, STREAM // 4
+    assert {c.payload for c in sent if c.times > 1 and c.payload > SCALARS} <= {table, keys}
 
 
 @pytest.mark.parametrize("cell", short(8, [pytest.param(c) for c in measured.cells() if c in ROWS]), ids="-".join)

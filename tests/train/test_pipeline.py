@@ -52,8 +52,14 @@ def random_schedule(stages: int, microbatches: int, chunks: int = 2):
     return random_table(stages, microbatches, chunks=chunks, phases=3, seed=stages * microbatches)
 
 
+ALL = [*SCHEDULES, Pipeline(random_schedule, 4, 2)]
+QUICK = ("interleaved", "dualpipe-v")
+
+
 @pytest.mark.parametrize(
-    "schedule", short(2, [*SCHEDULES, Pipeline(random_schedule, 4, 2)]), ids=lambda s: getattr(s, "name", s)
+    "schedule",
+    [s if s in QUICK else pytest.param(s, marks=pytest.mark.long) for s in ALL],
+    ids=lambda s: getattr(s, "name", s),
 )
 def test_every_schedule_gives_the_same_numbers(schedule):
     pipeline = dataclasses.replace(Pipeline.of(schedule), microbatches=4)
@@ -67,6 +73,11 @@ def test_every_schedule_gives_the_same_numbers(schedule):
         [
             pytest.param(Layout("pipeline=4", pipeline="interleaved:4:1"), marks=pytest.mark.long),
             Layout("data=2,pipeline=2,tensor=2", pipeline="lockstep-zb"),
+            pytest.param(Layout("pipeline=2,tensor=2", pipeline="zb-v"), marks=pytest.mark.long),
+            pytest.param(
+                Layout("pipeline=2,fsdp=2,tensor=2", pipeline=Pipeline("dualpipe-v", gather="step")),
+                marks=pytest.mark.long,
+            ),
             pytest.param(Layout("fsdp=2,pipeline=2,data=2", pipeline="1f1b:2"), marks=pytest.mark.long),
             pytest.param(
                 Layout("pipeline=2,tensor=2", pipeline=Pipeline(random_schedule, 4, 2), sequence_sharded=True),
@@ -82,7 +93,11 @@ def test_training_with_everything_on_gives_the_same_numbers(layout):
     assert_layouts_agree(layouts=[layout], **EVERYTHING)
 
 
-@pytest.mark.parametrize("pipeline", [pytest.param("gpipe", marks=pytest.mark.long), "zb-h1"])
+@pytest.mark.parametrize(
+    "pipeline",
+    [pytest.param("gpipe", marks=pytest.mark.long), Pipeline("zb-h1", gather="step")],
+    ids=["gpipe", "zb-h1"],
+)
 def test_layers_that_do_not_divide_and_unlike_runs_give_the_same_numbers(pipeline):
     # Two groups of two, and one of one left over, on two stages: padding on both.
     model = dataclasses.replace(MODEL, depth=5, windows=(5, None))
@@ -157,6 +172,8 @@ def test_an_evaluation_gives_the_same_numbers_and_gathers_no_layer():
         (Layout("pipeline=2,data=2,fsdp=2"), ("data",)),
         (Layout("pipeline=2,data=2,fsdp=2", "zero1"), ("data", "fsdp")),
         (Layout("pipeline=2,fsdp=2"), ()),
+        (Layout("pipeline=2,fsdp=2,context=2,tensor=2", pipeline=Pipeline(gather="step")), ("fsdp",)),
+        (Layout("pipeline=2,data=2,fsdp=2", "hierarchical", pipeline=Pipeline(gather="step")), ("data", "fsdp")),
         (Layout("pipeline=2,data=2,fsdp=2", "hierarchical"), ("data",)),
         (Layout("pipeline=2,data=2", Rules(activations={"batch": "data", "residual_seq": "data"})), ()),
         (Layout("pipeline=2,data=2,fsdp=2", Rules(activations={"batch": ("fsdp", "data"), "seq": "fsdp"})), ()),
@@ -213,11 +230,19 @@ class Whole(MaterialisedLoss):
         ),
         (
             LayoutError,
+            dict(
+                layout=Layout("pipeline=2,fsdp=2", pipeline=Pipeline(gather="step")),
+                model=dataclasses.replace(MODEL, mlp=MixtureOfExperts(experts=4)),
+            ),
+            ["Pipeline.gather = 'step'", "report statistics", "'layer'"],
+        ),
+        (
+            LayoutError,
             dict(layout=Layout("pipeline=2", pipeline="interleaved"), model=dataclasses.replace(MODEL, mlp=UNEVEN)),
             ["mlp/load_bias", "(4, 3)", "2 stages divide none of its dimensions", "schedule of 1 chunk"],
         ),
     ],
-    ids=["stages", "chunks", "batch", "accumulation", "loss", "vocabulary", "width"],
+    ids=["stages", "chunks", "batch", "accumulation", "loss", "vocabulary", "reports", "width"],
 )
 def test_what_does_not_fit_stages_is_refused_before_compiling(kind, settings, words):
     with raises_saying(kind, *words):

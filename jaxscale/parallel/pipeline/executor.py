@@ -1,7 +1,8 @@
 """Run the table of any schedule: one scan over ticks, in a `shard_map` that is manual over `pipeline` and replicas.
 
 Replicas have different rows. They are manual too, because the partitioner would sum gradients over them after every
-micro-batch: the carry of a scan cannot be a partial sum.
+micro-batch: the carry of a scan cannot be a partial sum. Along other axes that shard tokens, kernels' gradients are
+carried with a dimension for the terms of the sum (see `Split`).
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from jaxscale.layout import constrain
+from jaxscale.layout import constrain, current
 from jaxscale.layout.table import B, F, Table, W
-from jaxscale.parallel.ends import psum_float32
+from jaxscale.parallel.ends import axis_size, psum_float32
 from jaxscale.parallel.pipeline.slots import Slots, lower
-from jaxscale.parallel.pipeline.split import Split
+from jaxscale.parallel.pipeline.split import Split, terms_of
 
 Tree = Any
 AXIS = "pipeline"
@@ -127,8 +128,12 @@ def execute(
 @jax.named_scope("sum_gradients")
 def _over_replicas(grads: Gradients, model: Stageable) -> Gradients:
     """Sum replicas' gradients; outside of the `shard_map`, so that the partitioner can reduce-scatter them."""
+
+    def terms(g: Array, axes: Sequence[str | None]) -> tuple[int, ...]:
+        return tuple(range(1, g.ndim - 1 - len(axes)))  # dimensions between (stages) and (chunks, *axes)
+
     return Gradients(
-        jax.tree.map(lambda g: jnp.sum(g, axis=1), grads.chunks),
+        jax.tree.map(lambda g, a: jnp.sum(g, axis=terms(g, a)), grads.chunks, model.axes),
         jax.tree.map(lambda g, a: constrain(jnp.sum(g, axis=0), *a, kind="grads"), grads.ends, model.end_axes),
     )
 
@@ -192,16 +197,11 @@ class _Stage:
                 now, _at(inputs, now.mine["b_in"]), _at(cts, now.mine["b_ct"]), grads.chunks
             )
             ends = self._back(now, dx, ends)
-            if self._split is not None:
+            if self._split is not None and self.table.phases > 2:
                 pairs = _put(pairs, now.mine["b_pairs"], new)
                 chunks = self._weights(now, _at(pairs, now.mine["w_pairs"]), chunks)
-            with jax.named_scope(BACKWARD):
-                back = self._shift(dx, -1)
-            cts = _put(cts, now.mine["b_recv"], back)
             grads = self._lay_out(Gradients(chunks, ends))
-        with jax.named_scope(FORWARD):
-            on = self._shift(y, 1)
-        inputs = _put(inputs, now.mine["f_recv"], on)
+        inputs, cts = self._send(now, inputs, cts, y, dx if self._trains else None)
         return _Carry(_stream(inputs), _stream(cts), pairs, grads, sums)
 
     # Slots are read and written outside of branches, because XLA copies a buffer that is an argument of a branch.
@@ -255,9 +255,12 @@ class _Stage:
                 dp, dx = jax.vjp(layers, p, x)[1](ct)
                 return dx, _add_at(grads, now.mine["c"][B], dp), ()
             dx, dp, pairs = split.backward(layers, p, x, ct)
-            return dx, _add_some(grads, now.mine["c"][B], dp), pairs
+            grads = _add_some(grads, now.mine["c"][B], dp)
+            if self.table.phases > 2:
+                return dx, grads, pairs
+            return dx, _add_some(grads, now.mine["c"][B], split.weights(pairs), split.over), ()
 
-        nothing = () if split is None else split.zeros()
+        nothing = () if split is None or self.table.phases < 3 else split.zeros()
         return lax.cond(now.enter[B], backward, lambda x, ct, grads: (self._zero, grads, nothing), x, ct, grads)
 
     @jax.named_scope(BACKWARD)
@@ -281,14 +284,52 @@ class _Stage:
         assert split is not None
 
         def add(pairs: Tree, grads: Tree) -> Tree:
-            return _add_some(grads, now.mine["c"][W], split.weights(pairs))
+            return _add_some(grads, now.mine["c"][W], split.weights(pairs), split.over)
 
         return lax.cond(now.enter[W], add, lambda pairs, grads: grads, pairs, grads)
 
+    def _send(self, now: _Now, inputs: Tree, cts: Tree, y: Tree, dx: Tree | None) -> tuple[Tree, Tree]:
+        """Send a forward phase's output and a backward phase's input cotangent on, and store what arrives."""
+        if self.table.placement == "ring":
+            if dx is not None:
+                with jax.named_scope(BACKWARD):
+                    cts = _put(cts, now.mine["b_down"], self._shift(dx, -1))
+            with jax.named_scope(FORWARD):
+                return _put(inputs, now.mine["f_up"], self._shift(y, 1)), cts
+        if dx is not None and self._one_by_one:  # a stage sends one array in a tick: which one, its chunk tells
+            f, b = now.mine["v"][F] >= 0, now.mine["c"][B] % 2 > 0
+            with jax.named_scope(BACKWARD):
+                from_below, from_above = self._both_ways(_pick(f | ~b, y, dx), _pick(f | b, y, dx))
+            arrived = (from_below, from_above), (from_below, from_above)
+        else:
+            with jax.named_scope(FORWARD):
+                forward = self._both_ways(y, y)
+            with jax.named_scope(BACKWARD):
+                arrived = forward, (None, None) if dx is None else self._both_ways(dx, dx)
+        for way, x, ct in zip(("up", "down"), *arrived, strict=True):
+            inputs = _put(inputs, now.mine[f"f_{way}"], x)
+            cts = cts if dx is None else _put(cts, now.mine[f"b_{way}"], ct)
+        return inputs, cts
+
+    def _both_ways(self, up: Tree, down: Tree) -> tuple[Tree, Tree]:
+        """Send to the next stage and to the one before; the first and the last stage send to themselves instead.
+
+        Returns:
+          what arrives from the stage before, and from the next one.
+        """
+        me, last = lax.axis_index(AXIS), self.table.stages - 1
+        return _pick(me == 0, down, self._shift(up, 1)), _pick(me == last, up, self._shift(down, -1))
+
     def _shift(self, x: Tree, step: int) -> Tree:
-        """Send to the next stage (1) or to the one before (-1)."""
-        ring = [(i, (i + step) % self.table.stages) for i in range(self.table.stages)]
-        return jax.tree.map(lambda a: lax.ppermute(a, AXIS, ring), x)
+        """Send to the next stage (1) or to the one before (-1); in a ring also from one end to the other."""
+        n, ring = self.table.stages, self.table.placement == "ring"
+        pairs = [(i, (i + step) % n) for i in range(n) if ring or 0 <= i + step < n]
+        return jax.tree.map(lambda a: lax.ppermute(a, AXIS, pairs), x)
+
+    @property
+    def _one_by_one(self) -> bool:
+        """Whether no stage has a forward and a backward phase in the same tick."""
+        return not (self.table.slots[..., [F, B]] >= 0).all(-1).any()
 
     def _micro(self, m: Array | int) -> Tree:
         return {**_at(self.batch, m), **self.shared}
@@ -323,12 +364,19 @@ class _Stage:
 
     @functools.cached_property
     def _split(self) -> Split | None:
-        if self.table.phases < 3:
+        """The split of the backward pass, if the table or the sum of gradients needs it."""
+        terms = terms_of(self.model.axes, self.model.kernels) if self._trains else ()
+        if self.table.phases < 3 and not terms:
             return None
         micro, parts = self._micro(0), _at(self.parts, 0)
-        return Split.of(
-            lambda p, x: self.model.stage(p, x, micro, parts), _at(self.chunks, 0), self.model.kernels, self._like
-        )
+        stage = lambda p, x: self.model.stage(p, x, micro, parts)  # noqa: E731
+        return Split.of(stage, _at(self.chunks, 0), self.model.kernels, self._like, terms)
+
+    @property
+    def _over(self) -> Tree:
+        """For each leaf of a chunk, the mesh axes that shard the terms of its gradient."""
+        leaves, structure = jax.tree.flatten(self.chunks)
+        return jax.tree.unflatten(structure, self._split.over if self._split is not None else [()] * len(leaves))
 
     def _start(self, slots: Slots) -> _Carry:
         def buffer(name: str, like: Tree) -> Tree:
@@ -340,9 +388,12 @@ class _Stage:
         def shard(a: Array | None, axes: Sequence[str | None]) -> Array | None:
             return None if a is None else constrain(a, None, *axes)
 
+        def zero_terms(a: Array, over: tuple[str, ...]) -> Array:
+            return jnp.zeros(((axis_size(over),) if over else ()) + a.shape, jnp.float32)
+
         sums = jax.eval_shape(self.model.end, self.ends, self._like, self._micro(0))[1]
         pairs = []
-        if self._split is not None:
+        if self._split is not None and self.table.phases > 2:
             like = buffer("pairs", jax.eval_shape(self._split.zeros))
             for pair, names in zip(like, self._split.axes(), strict=True):
                 pairs.append(tuple(map(shard, pair, names)))
@@ -350,15 +401,27 @@ class _Stage:
             _stream(buffer("inputs", self._zero)),
             _stream(buffer("cotangents", self._zero)) if self._trains else (),
             pairs,
-            self._lay_out(Gradients(zeros(self.chunks), zeros(self.ends))) if self._trains else Gradients((), ()),
+            self._lay_out(Gradients(jax.tree.map(zero_terms, self.chunks, self._over), zeros(self.ends)))
+            if self._trains
+            else Gradients((), ()),
             zeros(sums),
         )
 
     def _lay_out(self, grads: Gradients) -> Gradients:
         return Gradients(
-            jax.tree.map(lambda g, a: constrain(g, None, None, *a[1:], kind="grads"), grads.chunks, self.model.axes),
+            jax.tree.map(_lay_out_terms, grads.chunks, self.model.axes, self._over),
             jax.tree.map(lambda g, a: constrain(g, *a, kind="grads"), grads.ends, self.model.end_axes),
         )
+
+
+def _lay_out_terms(g: Array, axes: Sequence[str | None], over: tuple[str, ...]) -> Array:
+    """Shard a chunk's gradient, whose first dimension are terms if they are sharded over mesh axes."""
+    layout, names = current(), (None, None, *axes[1:])
+    if layout is None or not over:
+        return constrain(g, *names, kind="grads")
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    spec = layout.spec(names, g.shape[1:], kind="grads", name="a stage's gradient", manual=manual)
+    return lax.with_sharding_constraint(g, PartitionSpec(over, *spec))
 
 
 def _is_spec(x: object) -> bool:
@@ -377,6 +440,10 @@ def _where(mask: Array, tree: Tree) -> Tree:
     return jax.tree.map(lambda a: jnp.where(mask, a, jnp.zeros_like(a)), tree)
 
 
+def _pick(first: Array, one: Tree, other: Tree) -> Tree:
+    return jax.tree.map(lambda a, b: jnp.where(first, a, b), one, other)
+
+
 def _add(total: Tree, more: Tree) -> Tree:
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
 
@@ -386,16 +453,20 @@ def _add_at(total: Tree, i: Array, more: Tree) -> Tree:
     return _add_some(total, i, jax.tree.leaves(more))
 
 
-def _add_some(total: Tree, i: Array, more: Sequence[Array | None]) -> Tree:
-    """Add to one chunk's gradients, of leaves some of which are `None`."""
+def _add_some(
+    total: Tree, i: Array, more: Sequence[Array | None], over: Sequence[tuple[str, ...]] | None = None
+) -> Tree:
+    """Add to one chunk's gradients, of leaves some of which are `None`, and some of which (`over`) have terms."""
 
-    def add(g: Array, d: Array | None) -> Array:
+    def add(g: Array, d: Array | None, terms: tuple[str, ...]) -> Array:
         if d is None:
             return g
-        return g + d[None].astype(g.dtype) if g.shape[0] == 1 else g.at[i].add(d.astype(g.dtype))
+        d, at = d.astype(g.dtype), (slice(None), i) if terms else i
+        chunks = g.shape[1] if terms else g.shape[0]
+        return g.at[at].add(d) if chunks > 1 else g + jnp.expand_dims(d, int(bool(terms)))
 
     leaves, structure = jax.tree.flatten(total)
-    return jax.tree.unflatten(structure, list(map(add, leaves, more)))
+    return jax.tree.unflatten(structure, list(map(add, leaves, more, over or [()] * len(leaves))))
 
 
 def _stream(x: Tree) -> Tree:

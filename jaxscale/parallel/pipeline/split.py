@@ -1,4 +1,8 @@
-"""Split a stage's backward pass (zero bubble): the input's gradient now, and kernels' gradients later."""
+"""Split a stage's backward pass: the input's gradient now, and kernels' gradients later (zero bubble) or apart.
+
+Kernels' gradients are sums over tokens. Where a mesh axis shards tokens and not the gradient, each device along it can
+sum over its own tokens alone, and devices need not be summed over until the last micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jaxscale.layout import constrain
 from jaxscale.parallel.deferred import Deferred, Use, Uses
+from jaxscale.parallel.sharded import cut_over
 
 Tree = Any
 Pair = tuple[Array | None, Array]
@@ -28,15 +34,24 @@ class Split:
         norms and biases, and kernels that are used more than once or in tiles.
       keeper: for each deferred leaf, the leaf that stores its input.
       copies: for each leaf, the number of stacked layers.
+      over: for each leaf, the mesh axes over which `weights` does not sum its gradient (see `terms_of`).
     """
 
     structure: Any
     uses: tuple[Use | None, ...]
     keeper: tuple[int, ...]
     copies: tuple[int, ...]
+    over: tuple[tuple[str, ...], ...]
 
     @classmethod
-    def of(cls, stage: Callable[[Tree, Tree], Tree], params: Tree, kernels: Tree, x: Tree) -> Split:
+    def of(
+        cls,
+        stage: Callable[[Tree, Tree], Tree],
+        params: Tree,
+        kernels: Tree,
+        x: Tree,
+        terms: tuple[str, ...] = (),
+    ) -> Split:
         """Trace a stage to find the product of each kernel.
 
         Args:
@@ -44,6 +59,7 @@ class Split:
           params: the stacked parameters of one chunk.
           kernels: bool for each leaf: only `jaxscale.nn.project` reads it.
           x: a stage's input.
+          terms: see `terms_of`.
         """
         leaves, structure = jax.tree.flatten(params)
         recorded = [Uses() if k else None for k in jax.tree.leaves(kernels)]
@@ -66,7 +82,8 @@ class Split:
             return jax.ShapeDtypeStruct(a.shape, a.dtype)
 
         uses = tuple(u and dataclasses.replace(u, x=shape(u.x), y=shape(u.y)) for u in uses)
-        return cls(structure, uses, keeper, tuple(a.shape[0] for a in leaves))
+        over = tuple(() if u is None or u.rounds else terms for u in uses)
+        return cls(structure, uses, keeper, tuple(a.shape[0] for a in leaves), over)
 
     @property
     def waiting(self) -> list[int]:
@@ -116,12 +133,44 @@ class Split:
     def weights(self, pairs: list[Pair]) -> list[Array | None]:
         """Return the gradients of the deferred leaves, by one batched product per kernel over all layers.
 
+        A gradient that is not summed over mesh axes has a first dimension for the terms, which these axes shard.
+
         Args:
           pairs: from `backward`.
         """
         by_leaf = dict(zip(self.waiting, pairs, strict=True))
         x: Any = {i: pair[0] for i, pair in by_leaf.items()}
         return [
-            None if use is None else jax.vmap(use.gradient)(x[self.keeper[i]], by_leaf[i][1])
-            for i, use in enumerate(self.uses)
+            None if use is None else _gradient(use, over, x[self.keeper[i]], by_leaf[i][1])
+            for i, (use, over) in enumerate(zip(self.uses, self.over, strict=True))
         ]
+
+
+def terms_of(axes: Tree, kernels: Tree) -> tuple[str, ...]:
+    """Return the mesh axes over which kernels' gradients need not be summed in each micro-batch.
+
+    They shard tokens, and no dimension of a gradient. Those of rows are all of them or none, since rows that one axis
+    shards outside of another would have to move.
+
+    Args:
+      axes: for each leaf its logical axes.
+      kernels: bool for each leaf, as for `Split.of`.
+    """
+    of_kernels = jax.tree.leaves(jax.tree.map(lambda k, a: {n for n in a if k and n is not None}, kernels, axes))
+    sharded = {m for names in of_kernels for a in names for m in cut_over(a, kind="grads")}
+    rows, seq = cut_over("batch"), cut_over("seq")
+    return (*(() if sharded & set(rows) else rows), *(m for m in seq if m not in sharded))
+
+
+def _gradient(use: Use, over: tuple[str, ...], x: Array, dy: Array) -> Array:
+    of = jax.vmap(use.gradient)
+    if not over:
+        return of(x, dy)
+    tokens = PartitionSpec(None, *(tuple(m for m in cut_over(a) if m in over) for a in ("batch", "seq")))
+    return jax.shard_map(
+        lambda x, dy: of(x, dy)[None],
+        in_specs=(tokens, tokens),
+        out_specs=PartitionSpec(over),
+        axis_names=set(over),
+        check_vma=False,  # what layers do inside is not known here
+    )(x, dy)

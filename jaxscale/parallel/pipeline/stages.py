@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from jaxscale.errors import LayoutError, count
 from jaxscale.layout import current
 from jaxscale.layout.rules import Kind
+from jaxscale.layout.table import Placement, stage_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,10 +30,12 @@ class Stages:
     Args:
       index: for each run, int (stages, chunks, n), the number of each repeat; padding repeats one of them.
       real: for each run, bool of that shape: not padding.
+      placement: the order of virtual stages on stages.
     """
 
     index: tuple[np.ndarray, ...]
     real: tuple[np.ndarray, ...]
+    placement: Placement = "ring"
 
     @property
     def padded(self) -> tuple[int, ...]:
@@ -74,7 +77,8 @@ class Stages:
         spread = _along_width(spread, axes, kind)
         count = self.real[run].sum(-1)
         stages, chunks = count.shape
-        pieces = [spread[s, c, : count[s, c]] for c in range(chunks) for s in range(stages)]
+        order = [stage_of(v, stages, self.placement) for v in range(stages * chunks)]
+        pieces = [spread[s, c, : count[s, c]] for s, c in order]
         return _along_width(jnp.concatenate(pieces), axes, kind)
 
     def in_place(self, run: int) -> bool:
@@ -84,14 +88,17 @@ class Stages:
 
 
 @functools.lru_cache(256)
-def assign(repeats: tuple[int, ...], weights: tuple[int, ...], stages: int, chunks: int) -> Stages:
+def assign(
+    repeats: tuple[int, ...], weights: tuple[int, ...], stages: int, chunks: int, placement: Placement = "ring"
+) -> Stages:
     """Assign runs of layers to virtual stages, in order, with the least padding.
 
     Args:
       repeats: repeats of each run's group of layers.
       weights: the cost of a repeat of each run, in layers.
       stages: the number of stages.
-      chunks: virtual stages per stage; chunk c of stage s is virtual stage c * stages + s.
+      chunks: virtual stages per stage.
+      placement: the order of virtual stages on stages.
 
     Raises:
       LayoutError: more virtual stages than repeats.
@@ -128,8 +135,10 @@ def assign(repeats: tuple[int, ...], weights: tuple[int, ...], stages: int, chun
         rows = [(list(a) + [a[-1] if len(a) else 0] * n)[:n] for a in numbers]
         not_padding = [[i < len(a) for i in range(n)] for a in numbers]
         for out, table in ((index, rows), (real, not_padding)):
-            out.append(np.asarray(table).reshape(chunks, stages, -1).swapaxes(0, 1))
-    return Stages(tuple(index), tuple(real))
+            placed = np.asarray(table).reshape(chunks, stages, -1)
+            placed[1::2] = placed[1::2, ::-1] if placement == "v" else placed[1::2]
+            out.append(placed.swapaxes(0, 1))
+    return Stages(tuple(index), tuple(real), placement)
 
 
 def _fill(repeats: Sequence[int], limits: Sequence[int], virtual: int) -> list[list[range]] | None:

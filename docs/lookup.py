@@ -35,6 +35,7 @@ RULES = {
     "fsdp": "Parameters, gradients and optimizer state over `fsdp` (FSDP, ZeRO-3).",
     "tensor": "Heads, hidden widths and the vocabulary over `tensor` (Megatron-LM).",
     "fsdp_tensor": "The default: `fsdp` and `tensor` together; a mesh axis of size 1 changes nothing.",
+    "fsdp_context": "As `fsdp_tensor`, with parameters, gradients and optimizer state over `fsdp` and `context`.",
     "folded": "As `fsdp_tensor`, with experts over `expert`, `context` and `tensor` together; attention uses the last "
     "two for sequence and heads.",
 }

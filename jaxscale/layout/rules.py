@@ -143,6 +143,11 @@ def _fsdp_tensor() -> Rules:
     return Rules(params={**_FSDP, **_TENSOR, **_EXPERT}, activations=_USED)
 
 
+def _fsdp_context() -> Rules:
+    over: dict[str, Target] = dict.fromkeys(_FSDP, ("fsdp", "context"))
+    return Rules(params={**over, **_TENSOR, **_EXPERT}, activations=_USED)
+
+
 def _folded() -> Rules:
     rules = _fsdp_tensor()
     params = {**rules.params, **_FOLDED}
@@ -158,6 +163,7 @@ PRESETS: dict[str, Callable[[], Rules]] = {
     "fsdp": _fsdp,
     "tensor": _tensor,
     "fsdp_tensor": _fsdp_tensor,
+    "fsdp_context": _fsdp_context,
     "folded": _folded,
 }
 """Rules by name.
@@ -174,6 +180,8 @@ PRESETS: dict[str, Callable[[], Rules]] = {
 - `fsdp`: parameters, gradients and optimizer state over `fsdp` (ZeRO-3; hybrid when `data` > 1).
 - `tensor`: Megatron-LM.
 - `fsdp_tensor`, the default: `fsdp` and `tensor`; a mesh axis of size 1 changes nothing.
+- `fsdp_context`: `fsdp_tensor`, with all that is sharded over `fsdp` over `context`, too, so that devices that share a
+  row share the state as well: with "context=32" each has a thirty-second of it.
 - `folded`: `fsdp_tensor`, with experts over `expert`, `context` and `tensor` together, which attention uses for its
   sequence and heads."""
 

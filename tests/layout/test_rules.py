@@ -63,6 +63,7 @@ SPLITS = {
     "fsdp": (OVER_FSDP, OVER_FSDP, OVER_FSDP),
     "tensor": (OVER_TENSOR, OVER_TENSOR, OVER_TENSOR),
     "fsdp_tensor": (OVER_BOTH, OVER_BOTH, OVER_BOTH),
+    "fsdp_context": (OVER_BOTH, OVER_BOTH, OVER_BOTH),  # without `context`
     "folded": (OVER_BOTH, OVER_BOTH, OVER_BOTH),
 }
 
@@ -82,6 +83,14 @@ def test_each_preset_splits_what_its_name_promises(name):
 def test_three_levels_split_states_over_replicas():
     layout = Layout("replica=2," + MESH, "three_level")
     for kind, expected in (("params", OVER_BOTH), ("grads", NESTED), ("opt_state", OVER_THREE)):
+        assert {axes: layout.spec(axes, kind=kind) for axes in expected} == expected
+
+
+def test_devices_that_share_a_row_split_state_too():
+    layout = Layout("fsdp=2,context=2,tensor=2", "fsdp_context")
+    both = ("fsdp", "context")
+    expected = {QUERY: P(None, both, "tensor", None), DOWN: P(None, "tensor", both), TABLE: P("tensor", both)}
+    for kind in ("params", "grads", "opt_state"):
         assert {axes: layout.spec(axes, kind=kind) for axes in expected} == expected
 
 

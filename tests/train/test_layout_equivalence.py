@@ -44,7 +44,7 @@ LAYOUTS = [
     Layout("tensor=4,data=2", "tensor"),
     Layout("data=2,fsdp=2,tensor=2"),
     Layout("data=2,fsdp=2,tensor=2", sequence_sharded=True),
-    Layout("context=2,fsdp=2,tensor=2"),
+    Layout("context=2,fsdp=2,tensor=2", "fsdp_context"),
     Layout("context=2,data=2,tensor=2", sequence_sharded=True),
     Layout("data=2,fsdp=4", "zero1"),
     Layout("data=2,fsdp=2,tensor=2", "zero2"),
@@ -55,7 +55,8 @@ LAYOUTS = [
 ]
 
 
-# Others in the list have each axis of these, each preset, and a sequence that is cut with and without tensors.
+# Others in the list have each axis of these, a sequence that is cut with and without tensors, and each preset but
+# `fsdp_context`.
 REPEATED = LAYOUTS[1], LAYOUTS[3], LAYOUTS[5]
 
 

@@ -179,9 +179,19 @@ class Attend:
         return part
 
     def backward(
-        self, queries: Queries, keys: Keys, cotangent: Cotangent, slots: tuple[Slot, ...], device: Array
+        self,
+        queries: Queries,
+        keys: Keys,
+        cotangent: Cotangent,
+        slots: tuple[Slot, ...],
+        device: Array,
+        *,
+        dq: Float[Array, "b s h d"] | None = None,
+        dkeys: KeyGradients | None = None,
     ) -> tuple[Float[Array, "b s h d"], KeyGradients]:
         """Return the terms of the queries' and keys' cotangents from products of these queries and keys; float32.
+
+        Where the terms so far are given, the new ones are added in place, so that no second array of that size exists.
 
         Args:
           queries: see `forward`.
@@ -189,8 +199,13 @@ class Attend:
           cotangent: the cotangents of the queries' outputs.
           slots: see `forward`.
           device: see `forward`.
+          dq: terms so far of the queries' cotangents, float32; `None` is zero.
+          dkeys: terms so far of the keys' cotangents; `None` is zero.
         """
-        sums = tuple(jnp.zeros(x.shape, jnp.float32) for x in (queries.q, keys.k, keys.v))
+        so_far, arrays = (dq, *(dkeys or (None, None))), (queries.q, keys.k, keys.v)
+        sums = tuple(
+            jnp.zeros(x.shape, jnp.float32) if one is None else one for one, x in zip(so_far, arrays, strict=True)
+        )
         for slot in slots:
             at = _Product(slot, device, self.each)
 

@@ -86,9 +86,9 @@ def _backward(ring: Ring, attend: Attend, residuals: Residuals, cotangent: Part)
     def step(carry: Tree, slots: tuple[Slot, ...], before: int, after: int) -> Tree:
         keys, dq, dkeys = carry
         coming, dkeys = ring.shift(keys, after), ring.shift(dkeys, before)
-        more, new = attend.backward(queries, keys, of_queries, slots, me)
+        dq, new = attend.backward(queries, keys, of_queries, slots, me, dq=dq)
         # The sums from other devices arrive while this device computes, and are added afterwards.
-        return coming, dq + more, new if dkeys is None else _add(dkeys, new)
+        return coming, dq, new if dkeys is None else _add(dkeys, new)
 
     coming = ring.shift(keys, others[0].offset) if others else keys
     dq, dkeys = attend.backward(queries, keys, of_queries, own.slots, me)

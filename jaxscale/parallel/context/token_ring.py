@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxscale.layout.tensors import Tree
-from jaxscale.parallel.context.local import Attend, Cotangent, KeyGradients, Keys, Queries, Ring, Tokens
+from jaxscale.parallel.context.local import Attend, Cotangent, Keys, Queries, Ring, Tokens
 from jaxscale.parallel.context.merge import Part, delta, merge
 from jaxscale.parallel.context.ring import again_after
 from pallas_kernels.flash_attention import NAMES
@@ -90,9 +90,8 @@ def _backward(
         coming = ring.shift(coming, gone - visit.offset)
         gone = visit.offset
         owner = (me + visit.offset) % ring.size
-        new, more = attend.backward(coming[0], keys, coming[1], visit.slots, owner)
+        new, dkeys = attend.backward(coming[0], keys, coming[1], visit.slots, owner, dkeys=dkeys)
         dq = dq + ring.shift(new.astype(q.dtype), visit.offset).astype(jnp.float32)
-        dkeys = KeyGradients(dkeys.dk + more.dk, dkeys.dv + more.dv)
     return dq.astype(q.dtype), dkeys.dk.astype(k.dtype), dkeys.dv.astype(v.dtype), None
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,8 @@ from jaxscale.nn import (
     flash_attention,
 )
 from jaxscale.parallel.context import zigzag
+from jaxscale.plan import compile_step
+from jaxscale.step import CutLoss, NextToken, TrainConfig
 from jaxscale.step.state import describe_model
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
@@ -59,6 +63,32 @@ def test_hidden_states_padding_too_come_out_in_the_order_that_tokens_came_in():
     want = f(*arguments)
     with Layout("context=4"):
         assert_leaves_agree(f.lower(*arguments).compile(QUICKLY)(*arguments), want)
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        RingAttention(),
+        pytest.param(UlyssesAttention(), marks=pytest.mark.long),
+        pytest.param(UlyssesAttention(ring=2), marks=pytest.mark.long),
+        pytest.param(GatherAttention(), marks=pytest.mark.long),  # which does, so that the test can fail
+    ],
+    ids=str,
+)
+def test_no_device_holds_a_vector_for_every_token_of_a_row(attend):
+    """Not of the residual stream, the norms, the lookup, the loss, attention, or a gradient of any of them."""
+    seq, width = 2**17, 32
+    model = TransformerConfig(
+        depth=2, vocab=64, width=width, heads=8, head_dim=4, hidden=64, attention=attend, memory="full"
+    )
+    config = TrainConfig(
+        model=model, layout=Layout("context=8", "fsdp_context"), batch_size=1, seq_len=seq,
+        objective=NextToken(CutLoss()), prompt=None,
+    )  # fmt: skip
+    shapes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", compile_step(config, None).as_text())
+    largest = max(math.prod(map(int, shape.split(","))) for shape in shapes)
+    assert largest >= seq * width // 8
+    assert (largest < seq * width) != isinstance(attend, GatherAttention)
 
 
 def test_dropout_is_each_tokens_own_wherever_it_stands():

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import re
@@ -34,6 +35,9 @@ SEARCH = HERE.parent / "planner_accuracy"
 
 HARDWARE = {"v5p-64": "v5p:2x4x4", "v6e-256": "v6e:16x16", "1 H200": "h200:1", "8 H200": "h200:8"}
 """Name -> topology. A v5p-64 has 64 cores, which are 32 chips."""
+
+HOSTS = {"v5p": 448e9 / 4, "v6e": 1440e9 / 8}
+"""Host memory of a chip, bytes: of the machine types ct5p-hightpu-4t and ct6e-standard-8t of Google Cloud."""
 
 TILES = ("norm", "mlp_hidden")
 STEPS = 16
@@ -160,7 +164,9 @@ def at_most(tokens: float) -> int:
     return power * STEPS + int(tokens * STEPS / 2**power) - STEPS
 
 
-def following(sizes: Mapping[int, int | None], limit: int, guess: int, fixed: float = 0.0) -> int | None:
+def following(
+    sizes: Mapping[int, int | None], limit: int, guess: int, fixed: float = 0.0, most: int = 10**6
+) -> int | None:
     """Return the place of the next length to compile, or `None` if the longest that fits is known.
 
     Args:
@@ -168,19 +174,22 @@ def following(sizes: Mapping[int, int | None], limit: int, guess: int, fixed: fl
       limit: bytes that fit.
       guess: place of the first length.
       fixed: bytes that do not grow with the length, by the planner's estimate.
+      most: place of the longest length for which host memory suffices.
     """
     fits = max((i for i, size in sizes.items() if size is not None and size <= limit), default=None)
     over = min((i for i, size in sizes.items() if size is None or size > limit), default=None)
     if fits is None and over is None:
-        return guess
+        return min(guess, most)
+    if fits == most:
+        return None
     if fits is None or over is None:
         known: int = over if fits is None else fits  # type: ignore[assignment]
-        size, doubled = sizes[known], STEPS if len(sizes) > 1 else STEPS // 4
-        grown = size is not None and size > fixed
-        tokens = length(known) * (limit - fixed) / (size - fixed) if size is not None and grown else 0.0
-        if len(sizes) == 1 and tokens:
-            return min(at_most(tokens), known - 1) if fits is None else max(at_most(tokens), known + 1)
-        return known - doubled if fits is None else known + doubled
+        size, many = sizes[known], len(sizes) > 1
+        step = STEPS if many else STEPS // 4
+        if size is not None and size > fixed and not many:
+            by_size = at_most(length(known) * (limit - fixed) / (size - fixed))
+            step = max(1, by_size - known if over is None else known - by_size)
+        return known - step if fits is None else min(known + step, most)
     if length(over) <= NEAR * length(fits):
         return None
     low, high = sizes[fits], sizes[over]
@@ -195,11 +204,29 @@ def guess_of(hardware: str, route: str) -> tuple[int, int]:
     from jaxscale.hardware import topology
     from jaxscale.plan.by_tracing import memory_of
 
-    target, one, two = topology(HARDWARE[hardware]), 2**19, 2**20
-    first, second = (memory_of(config_of(hardware, route, n), target)[0].device for n in (one, two))
-    fixed = 2 * first - second  # nearly a straight line
-    tokens = one * (capacity(hardware) - fixed) / max(first - fixed, 1)
-    return at_most(max(tokens, 2**14)), max(fixed, 0)
+    target, limit = topology(HARDWARE[hardware]), capacity(hardware)
+    size = functools.cache(lambda i: memory_of(config_of(hardware, route, length(i)), target)[0].device)
+    fits, over = at_most(2**14), most_of(hardware, route) + 1
+    while over - fits > 1:
+        middle = (fits + over) // 2
+        fits, over = (middle, over) if size(middle) <= limit else (fits, middle)
+    return fits, max(2 * size(fits - STEPS) - size(fits), 0)
+
+
+def host_bytes(hardware: str, route: str, seq_len: int) -> int:
+    """Return the bytes of layers' inputs in a device's share of host memory."""
+    config = config_of(hardware, route, seq_len)
+    if not ROUTES[route].tiled or "H200" in hardware:
+        return 0
+    model, devices = config.model, config.layout.sizes["context"] * config.layout.sizes["fsdp"]
+    return 2 * model.depth * model.sizes.width * config.batch_size * seq_len // devices
+
+
+def most_of(hardware: str, route: str) -> int:
+    """Return the place of the longest length for which host memory suffices."""
+    per_token = host_bytes(hardware, route, 2**20) / 2**20
+    chip = HARDWARE[hardware].partition(":")[0]
+    return at_most(HOSTS[chip] / per_token) if per_token else at_most(2**27)
 
 
 # ---- compiling
@@ -295,9 +322,10 @@ def search(hardware: str, route: str, limit_s: float, until: float, dumps: Path 
 
     mine = [r for r in read() if (r["hardware"], r["route"]) == (hardware, route)]
     guess, fixed = (mine[0]["guess"], mine[0]["fixed"]) if mine else guess_of(hardware, route)
+    most = most_of(hardware, route)
     sizes = {at_most(r["seq_len"]): r["bytes"] for r in mine}
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()
-    while time.time() < until and (place := following(sizes, capacity(hardware), guess, fixed)) is not None:
+    while time.time() < until and (place := following(sizes, capacity(hardware), guess, fixed, most)) is not None:
         command = [sys.executable, __file__, "--compile", hardware, route, str(length(place))]
         with tempfile.TemporaryDirectory() as scratch:
             to = Path(scratch) if dumps is None else dumps / "-".join(command[3:]).replace(" ", "_")
@@ -333,15 +361,18 @@ def results() -> dict[tuple[str, str], dict[str, Any]]:
 
 def table() -> str:
     """Return the README's table."""
-    out = ["| hardware | route | rows | fits | GiB a device | does not fit | GiB | planned | programs |"]
-    out += ["|---|---|---|---|---|---|---|---|---|"]
+    out = ["| hardware | route | rows | fits | GiB a device | on its host | does not fit | GiB | planned | programs |"]
+    out += ["|" + "---|" * 10]
+    gib = lambda n: f"{n / 2**30:.1f}" if n else "–"  # noqa: E731
     for (hardware, route), r in results().items():
-        rows = config_of(hardware, route, 2**20).batch_size
-        cells = []
-        for row in (r["fits"], r["over"]):
-            cells.append("–" if row is None else f"{row['seq_len']:,}")
-            cells.append("–" if row is None or row["bytes"] is None else f"{row['bytes'] / 2**30:.1f}")
-        out += [f"| {hardware} | {route} | {rows} | {' | '.join(cells)} | {r['planned']:,} | {r['count']} |"]
+        fits, over, cells = r["fits"], r["over"], [hardware, route]
+        tokens = fits["seq_len"] if fits else 0
+        cells += [str(config_of(hardware, route, 2**20).batch_size), f"{tokens:,}", gib(fits and fits["bytes"])]
+        cells += [gib(host_bytes(hardware, route, tokens)) if tokens else "–"]
+        host = fits is not None and at_most(tokens) == most_of(hardware, route)
+        longer = "its host is full" if host else f"{over['seq_len']:,}" if over else "–"
+        cells += [longer, gib(over and over["bytes"]), f"{r['planned']:,}", str(r["count"])]
+        out += [f"| {' | '.join(cells)} |"]
     return "\n".join(out)
 
 

@@ -27,3 +27,10 @@ def test_the_search_ends_at_the_border(guess: int, border: int, fails: bool) -> 
     over = min(i for i, size in sizes.items() if size is None or size > limit)
     assert length(fits) <= border < length(over) <= 1.05 * NEAR * border
     assert len(sizes) <= (16 if fails else 4)
+
+
+def test_the_search_ends_where_host_memory_does() -> None:
+    sizes: dict[int, int | None] = {}
+    while (place := following(sizes, 100, at_most(2**25), 0, at_most(2**23))) is not None:
+        sizes[place] = length(place) * 100 // 2**26
+    assert list(sizes) == [at_most(2**23)]

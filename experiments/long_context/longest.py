@@ -202,10 +202,20 @@ def following(
 def guess_of(hardware: str, route: str) -> tuple[int, int]:
     """Return the place of the longest length that fits by the planner, and bytes that do not grow with the length."""
     from jaxscale.hardware import topology
-    from jaxscale.plan.by_tracing import memory_of
+    from jaxscale.plan import estimate
+    from jaxscale.plan.by_tracing import traced_plan
+    from jaxscale.plan.covered import NotCovered
 
     target, limit = topology(HARDWARE[hardware]), capacity(hardware)
-    size = functools.cache(lambda i: memory_of(config_of(hardware, route, length(i)), target)[0].device)
+
+    @functools.cache
+    def size(place: int) -> int:
+        config = config_of(hardware, route, length(place))
+        try:
+            return estimate(config, target).device
+        except NotCovered:
+            return traced_plan(config, target)[0].device
+
     fits, over = at_most(2**14), most_of(hardware, route) + 1
     while over - fits > 1:
         middle = (fits + over) // 2
@@ -279,7 +289,7 @@ def compiled(command: list[str], folder: Path, limit_s: float, module: str = "ji
 
 
 def live(folder: Path, count: int) -> list[tuple[int, str]]:
-    """Return the largest arrays that live at the peak of a compiled program: bytes, and shape and instruction.
+    """Return the largest arrays on a device at the peak of a compiled program: bytes, and shape and instruction.
 
     Args:
       folder: where a TPU's compiler wrote.
@@ -291,9 +301,11 @@ def live(folder: Path, count: int) -> list[tuple[int, str]]:
     rows = []
     for name, place, size in re.findall(r"^ *(\S+?)\{([\d,]*)\}: (\d+) bytes", peak, re.M):
         shapes = re.search(rf"^ *(?:ROOT )?%{re.escape(name)} = (.*?) [\w-]+\(", program, re.M)
-        parts = re.findall(r"[a-z]+\d+\[[\d,]*\]", shapes[1]) if shapes else []
+        parts = re.findall(r"([a-z]+\d+\[[\d,]*\])(\{[^}]*\})?", shapes[1]) if shapes else []
         at = int(place.partition(",")[0] or 0)
-        rows.append((int(size), f"{parts[at] if at < len(parts) else '?'} {name}"))
+        shape, layout = parts[at] if at < len(parts) else ("?", "")
+        if "S(5)" not in layout:  # host memory
+            rows.append((int(size), f"{shape} {name}"))
     return sorted(rows, reverse=True)[:count]
 
 

@@ -367,14 +367,17 @@ def results() -> dict[tuple[str, str], dict[str, Any]]:
                 "over": min(over, key=lambda r: r["seq_len"], default=None),
                 "planned": length(rows[0]["guess"]),
                 "count": len(rows),
+                "jax": rows[-1]["jax"],
             }
     return out
 
 
 def table() -> str:
     """Return the README's table."""
-    out = ["| hardware | route | rows | fits | GiB a device | on its host | does not fit | GiB | planned | programs |"]
-    out += ["|" + "---|" * 10]
+    out = [
+        "| hardware | route | rows | fits | GiB a device | on host | does not fit | GiB | planned | programs | jax |"
+    ]
+    out += ["|" + "---|" * 11]
     gib = lambda n: f"{n / 2**30:.1f}" if n else "–"  # noqa: E731
     for (hardware, route), r in results().items():
         fits, over, cells = r["fits"], r["over"], [hardware, route]
@@ -383,7 +386,7 @@ def table() -> str:
         cells += [gib(host_bytes(hardware, route, tokens)) if tokens else "–"]
         host = fits is not None and at_most(tokens) == most_of(hardware, route)
         longer = "its host is full" if host else f"{over['seq_len']:,}" if over else "–"
-        cells += [longer, gib(over and over["bytes"]), f"{r['planned']:,}", str(r["count"])]
+        cells += [longer, gib(over and over["bytes"]), f"{r['planned']:,}", str(r["count"]), r["jax"]]
         out += [f"| {' | '.join(cells)} |"]
     return "\n".join(out)
 

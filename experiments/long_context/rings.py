@@ -1,4 +1,4 @@
-"""What a device holds of ring attention: one layer's attention of Llama 3 8B, forward and backward, on 1 to 16 chips.
+"""What a device holds of ring attention: one layer's attention of Llama 3 8B, forward and backward, on 1 to 8 chips.
 
     python experiments/long_context/rings.py            # compiles for TPUs; writes rings.json
     python experiments/long_context/rings.py --table    # the README's table
@@ -20,7 +20,7 @@ from longest import compiled, live
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "rings.json"
-TOPOLOGIES = {1: "v5p:2x2x1", 2: "v5p:2x2x1", 4: "v5p:2x2x1", 8: "v5p:2x2x2", 16: "v5p:2x2x4"}
+TOPOLOGIES = {1: "v5p:2x2x1", 2: "v5p:2x2x1", 4: "v5p:2x2x1", 8: "v5p:2x2x2"}
 """Chips -> topology to compile for."""
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 65536, 32, 8, 128
@@ -85,7 +85,7 @@ def main() -> None:
     for chips in TOPOLOGIES:
         with tempfile.TemporaryDirectory() as folder:
             row = compiled([sys.executable, __file__, "--compile", str(chips)], Path(folder), 1800, "jit_both")
-            row |= {"chips": chips, "live": live(Path(folder), 40)}
+            row |= {"chips": chips, "live": live(Path(folder), 40) if row["bytes"] is not None else []}
         rows.append(row)
         print(chips, row["bytes"], row["seconds"], "s", flush=True)
         about = {"date": datetime.date.today().isoformat(), "jax": jax.__version__, "tokens": TOKENS}

@@ -65,16 +65,8 @@ def test_hidden_states_padding_too_come_out_in_the_order_that_tokens_came_in():
         assert_leaves_agree(f.lower(*arguments).compile(QUICKLY)(*arguments), want)
 
 
-@pytest.mark.parametrize(
-    "attend",
-    [
-        RingAttention(),
-        pytest.param(UlyssesAttention(), marks=pytest.mark.long),
-        pytest.param(UlyssesAttention(ring=2), marks=pytest.mark.long),
-        pytest.param(GatherAttention(), marks=pytest.mark.long),  # which does, so that the test can fail
-    ],
-    ids=str,
-)
+@pytest.mark.long
+@pytest.mark.parametrize("attend", [RingAttention(), UlyssesAttention(), UlyssesAttention(ring=2)], ids=str)
 def test_no_device_holds_a_vector_for_every_token_of_a_row(attend):
     """Not of the residual stream, the norms, the lookup, the loss, attention, or a gradient of any of them."""
     seq, width = 2**17, 32
@@ -87,8 +79,7 @@ def test_no_device_holds_a_vector_for_every_token_of_a_row(attend):
     )  # fmt: skip
     shapes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", compile_step(config, None).as_text())
     largest = max(math.prod(map(int, shape.split(","))) for shape in shapes)
-    assert largest >= seq * width // 8
-    assert (largest < seq * width) != isinstance(attend, GatherAttention)
+    assert seq * width // 8 <= largest < seq * width
 
 
 def test_dropout_is_each_tokens_own_wherever_it_stands():

@@ -32,7 +32,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
         "jaxscale.step.guards", "jaxscale.step.snapshots", "jaxscale.step.watchdog",
     ),
     "Trackers": ("jaxscale.train.trackers", "jaxscale.step.histograms", "jaxscale.step.flip_rate"),
-    "Layout": ("jaxscale.layout",),
+    "Layout": ("jaxscale.layout", "jaxscale.parallel.partial_sums"),
     "Models": ("jaxscale.models",),
     "Model parts": ("jaxscale.nn", "jaxscale.parallel.dispatch"),
     "Optimizers": ("jaxscale.optim",),

@@ -8,7 +8,7 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -59,6 +59,8 @@ class Layout:
       pipeline: the schedule of a mesh with a `pipeline` axis, such as "1f1b:8" or a `Pipeline`; `None` is `Pipeline()`.
       across: on several TPU slices, the mesh axis that spans them, such as "data"; its size counts all slices
         ("data=2,fsdp=64" over two slices of 64). Ignored with one slice.
+      sums: how devices sum their terms after attention's output projection and the feed-forward's second product,
+        such as `jaxscale.parallel.StarSum()`; `None` is an all-reduce.
 
     Raises:
       LayoutError: an unknown mesh axis, rule preset, logical axis or schedule (when built); too few devices (when
@@ -70,6 +72,7 @@ class Layout:
     sequence_sharded: bool = False
     pipeline: str | Pipeline | None = None
     across: str | None = None
+    sums: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, str):
@@ -78,6 +81,11 @@ class Layout:
         Pipeline.of(self.pipeline)
         if self.across is not None:
             check_mesh_axis(self.across, "Layout.across")
+        if self.sums is not None and self.sequence_sharded:
+            raise LayoutError(
+                "Layout.sums replaces all-reduces, and with Layout.sequence_sharded products end in reduce-scatters; "
+                "set one of the two, or use Transformer.overlap with sequence_sharded"
+            )
         if isinstance(self.rules, str):
             preset(self.rules)
         elif self.sequence_sharded:
@@ -361,6 +369,7 @@ class Layout:
         rules = self.rules if isinstance(self.rules, str) else "own rules"
         more = [", sequence-sharded"] if self.sequence_sharded else []
         more += [f", {self.schedule.name}"] if self.stages > 1 else []
+        more += [f", {self.sums}"] if self.sums is not None else []
         return f"{named} ({rules}{''.join(more)})"
 
 

@@ -11,8 +11,18 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxscale.layout import constrain, named
-from jaxscale.parallel import Arithmetic, Weight, as_weight, gather_matmul, matmul_scatter, why_no_overlap
+from jaxscale.layout import constrain, current, named
+from jaxscale.parallel import (
+    Arithmetic,
+    Dense,
+    Weight,
+    as_weight,
+    chosen_sums,
+    gather_matmul,
+    matmul_scatter,
+    summed_matmul,
+    why_no_overlap,
+)
 
 
 def project(
@@ -148,6 +158,8 @@ def into(x: Float[Array, "b s e"], *linears: Linear, overlap: bool = False) -> l
 def out_of(h: Float[Array, "b s ..."], linear: Linear, *, overlap: bool = False) -> Float[Array, "b s e"]:
     """Apply a linear layer from a hidden activation back to the residual stream.
 
+    Its sum over devices is an all-reduce, or what `Layout.sums` chooses.
+
     Args:
       h: the hidden activation.
       linear: a layer from dimensions that are sharded over `tensor` to ("embed",).
@@ -156,12 +168,20 @@ def out_of(h: Float[Array, "b s ..."], linear: Linear, *, overlap: bool = False)
     Raises:
       LayoutError: see `into`.
     """
-    if overlap and why_no_overlap(*_hidden((linear,))) != "":
-        base = linear.weight.base()
-        matrix, factors = base.matrix(linear.arithmetic)
-        y = by_column(matmul_scatter(h, matrix, linear.axes, base.arithmetic(linear.arithmetic)), factors)
-        return linear.biased(_with_added(linear, h, y))
-    return linear(h)
+    scatter, layout = overlap and why_no_overlap(*_hidden((linear,))) != "", current()
+    if not scatter and (layout is None or layout.sums is None):
+        return linear(h)
+    base = linear.weight.base()
+    sums = chosen_sums(linear.axes, base.shape) if isinstance(base, Dense) and not scatter else None
+    if not scatter and sums is None:
+        return linear(h)
+    matrix, factors = base.matrix(linear.arithmetic)
+    arithmetic = base.arithmetic(linear.arithmetic)
+    if sums is None:
+        y = matmul_scatter(h, matrix, linear.axes, arithmetic)
+    else:
+        y = summed_matmul(h, matrix, linear.axes, arithmetic, sums)
+    return linear.biased(_with_added(linear, h, by_column(y, factors)))
 
 
 def _with_added(linear: Linear, x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -13,6 +13,7 @@ from jaxscale.parallel.expert_products import Biases, Weights
 from jaxscale.parallel.experts import expert_mlp
 from jaxscale.parallel.linear_attention import linear_attention
 from jaxscale.parallel.linear_scan import linear_scan
+from jaxscale.parallel.partial_sums import ChunkedSum, StarSum, chosen_sums, summed_matmul
 from jaxscale.parallel.reductions import sharded_logsumexp
 from jaxscale.parallel.sharded import cut_already, sharded_op
 from jaxscale.parallel.short_convolution import short_convolution
@@ -39,6 +40,7 @@ __all__ = [
     "Capacity",
     "Cast",
     "Choices",
+    "ChunkedSum",
     "Dense",
     "Float32Wire",
     "IntegerWire",
@@ -46,12 +48,14 @@ __all__ = [
     "Numbers",
     "SignWire",
     "Slots",
+    "StarSum",
     "Weight",
     "Weights",
     "Wire",
     "anywhere",
     "as_weight",
     "average_copies",
+    "chosen_sums",
     "chunk_bytes",
     "chunks_of",
     "expert_mlp",
@@ -73,6 +77,7 @@ __all__ = [
     "sharded_op",
     "short_convolution",
     "sum_over",
+    "summed_matmul",
     "token_entropy",
     "token_logprobs",
     "top_logprobs",

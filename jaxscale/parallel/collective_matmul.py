@@ -26,7 +26,7 @@ from jaxscale.parallel.arithmetic import Arithmetic, Dims, Numbers, Operand
 from jaxscale.parallel.reductions import sum_to
 from jaxscale.parallel.seeds import mixed
 from jaxscale.parallel.sharded import cut_over, sharded_op, where_gradients_go
-from jaxscale.parallel.weight import axes_of, seed_for, used
+from jaxscale.parallel.weight import axes_of, seed_for, shape_of, used
 
 Names = tuple[str, ...]
 
@@ -130,7 +130,7 @@ class _Ring:
 
         arrays, structure = jax.tree.flatten(operands)
         names = [
-            axes_of(a, _shape(operand), axes)
+            axes_of(a, shape_of(operand), axes)
             for operand, axes in zip(operands, ins, strict=True)
             for a in jax.tree.leaves(operand)
         ]
@@ -161,11 +161,6 @@ def _ring_of(axes: tuple[Names, ...], kernels: tuple[Array, ...]) -> _Ring:
 
 def _dims(left: Sequence[int], right: Sequence[int]) -> Dims:
     return (left, right), ((), ())
-
-
-def _shape(operand: Operand) -> tuple[int, ...]:
-    """Return the shape of the array that an operand encodes."""
-    return tuple(map(max, zip(*(a.shape for a in jax.tree.leaves(operand)), strict=True)))
 
 
 def _around(over: Names) -> list[tuple[int, int]]:
@@ -237,8 +232,8 @@ def _gather_matmul_fwd(x, kernels, seed, ring, arithmetic):  # type: ignore[no-u
     numbers, dtype = arithmetic.forward, arithmetic.out_dtype
 
     def local(x, *weights):  # type: ignore[no-untyped-def]
-        n, (b, s, _) = lax.axis_size(ring.over), _shape(x)
-        out = [jnp.zeros((b, n * s, *_shape(w)[1:]), dtype) for w in weights]
+        n, (b, s, _) = lax.axis_size(ring.over), shape_of(x)
+        out = [jnp.zeros((b, n * s, *shape_of(w)[1:]), dtype) for w in weights]
 
         def multiply(piece: Operand, owner: Array) -> None:
             for i, w in enumerate(weights):
@@ -261,7 +256,7 @@ def _gather_matmul_bwd(ring, arithmetic, residuals, dys):  # type: ignore[no-unt
     def local(x, *rest):  # type: ignore[no-untyped-def]
         weights, dys, others = rest[: len(kernels)], rest[len(kernels) : -len(kernels)], rest[-len(kernels) :]
         n = lax.axis_size(ring.over)
-        dws = [jnp.zeros(_shape(w), jnp.float32) for w in weights]
+        dws = [jnp.zeros(shape_of(w), jnp.float32) for w in weights]
 
         def correlate(piece: Operand, owner: Array) -> None:
             for i, dy in enumerate(others):
@@ -270,7 +265,7 @@ def _gather_matmul_bwd(ring, arithmetic, residuals, dys):  # type: ignore[no-unt
         def term(at: Array) -> Array:
             out: Any = 0.0
             for w, dy in zip(weights, dys, strict=True):
-                dims = _dims(range(2, len(_shape(dy))), range(1, len(_shape(w))))
+                dims = _dims(range(2, len(shape_of(dy))), range(1, len(shape_of(w))))
                 out = out + to_x.dot(_take(dy, at, n), w, dims, jnp.float32)
             return out if wire else out.astype(arithmetic.dtype)
 
@@ -302,7 +297,7 @@ def _matmul_scatter_fwd(h, kernel, seed, ring, arithmetic):  # type: ignore[no-u
     (names,), numbers, dtype = ring.axes, arithmetic.forward, arithmetic.out_dtype
 
     def local(h, w):  # type: ignore[no-untyped-def]
-        dims, n = _dims(range(2, len(_shape(h))), range(len(_shape(w)) - 1)), lax.axis_size(ring.over)
+        dims, n = _dims(range(2, len(shape_of(h))), range(len(shape_of(w)) - 1)), lax.axis_size(ring.over)
         of_term = dtype if arithmetic.sums is None else jnp.float32
 
         def term(at: Array) -> Array:
@@ -329,13 +324,13 @@ def _matmul_scatter_bwd(ring, arithmetic, residuals, dy):  # type: ignore[no-unt
     cut = (cut_over("batch"), cut_over("residual_seq"), ())
 
     def local(h, w, *travelling):  # type: ignore[no-untyped-def]
-        n, s = lax.axis_size(ring.over), _shape(travelling[0])[1]
-        dh, dw = jnp.zeros((_shape(h)[0], n * s, *_shape(w)[:-1]), dtype), jnp.zeros(_shape(w), jnp.float32)
+        n, s = lax.axis_size(ring.over), shape_of(travelling[0])[1]
+        dh, dw = jnp.zeros((shape_of(h)[0], n * s, *shape_of(w)[:-1]), dtype), jnp.zeros(shape_of(w), jnp.float32)
 
         def multiply(pieces: tuple[Operand, ...], owner: Array) -> None:
             nonlocal dh, dw
             left, right = pieces[0] if apart else to_h.left(pieces[0], (2,), cut=cut), pieces[-1]
-            part = to_h.dot(left, w, _dims((2,), (len(_shape(w)) - 1,)), dtype)
+            part = to_h.dot(left, w, _dims((2,), (len(shape_of(w)) - 1,)), dtype)
             dh = lax.dynamic_update_slice_in_dim(dh, part, owner * s, 1)
             dw = dw + to_kernel.dot(_take(h, owner, n), right, _dims((0, 1), (0, 1)), jnp.float32)
 

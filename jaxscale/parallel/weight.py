@@ -318,5 +318,14 @@ def axes_of(a: Array, shape: tuple[int, ...], axes: Sequence[str | None]) -> tup
     return tuple(None if m == 1 != n else name for m, n, name in zip(a.shape, shape, axes, strict=True))
 
 
+def shape_of(operand: Operand) -> tuple[int, ...]:
+    """Return the shape of the array that an operand encodes.
+
+    Args:
+      operand: the operand.
+    """
+    return tuple(map(max, zip(*(a.shape for a in jax.tree.leaves(operand)), strict=True)))
+
+
 def _last(x: Array, n: int) -> tuple[int, ...]:
     return tuple(range(x.ndim - n, x.ndim))

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from jaxscale.hardware import Chip, Link, Topology
+from jaxscale.parallel.partial_sums import STAR
 from jaxscale.plan.collectives import Collective
 
 EFFICIENCIES: dict[str, str] = {
@@ -220,7 +221,7 @@ def hides_behind(c: Collective, hidden: tuple[str, ...] = ()) -> str | None:
         return "layers"
     if c.kind == "all-reduce" and set(c.axes) <= {"context", "expert"}:
         return "layers"  # gradients of layers that see a shard of the sequence
-    if c.kind == "collective-permute":
+    if c.kind == "collective-permute" and STAR not in c.name:
         return {"context": "attention", "pipeline": "layers", "tensor": "layers"}.get("+".join(c.axes))
     return None
 
@@ -233,7 +234,8 @@ def collective_time(c: Collective, topology: Topology, sizes: Mapping[str, int],
     Half of the bytes of an all-to-all cross the middle of a torus, which is narrowest across its longest side, counted
     double where this does not close into a ring: along one ring, a quarter of the time of a gather of the same arrays
     (Austin et al. 2025, "How to Scale Your Model"). A permute uses one direction of one dimension. Through a switch,
-    each device's own link carries the bytes that it sends.
+    each device's own link carries the bytes that it sends. Permutes of a `StarSum` share the link of the device in the
+    centre, and those to it and those from it have one latency each.
 
     Args:
       c: the collective.
@@ -251,7 +253,8 @@ def _seconds(c: Collective, chip: Chip, sides: tuple[tuple[int, float], ...], li
     far = sum(side for side, _ in sides) / 2  # hops to the farthest device of a torus
     own, times = link.bandwidth * share, c.times * c.share
     if c.kind == "collective-permute":
-        return times * (c.payload / (own / 2 if torus else own) + link.latency)
+        together = c.devices - 1 if STAR in c.name else 1  # permutes that share a link and begin at the same time
+        return times * (c.payload / (own / 2 if torus else own) + link.latency / together)
     if c.kind == "all-to-all":
         longest = max((side / of_ring for side, of_ring in sides), default=0.0)
         bandwidth = c.payload * longest / 4 / own if torus else c.sent / max(times, 1e-12) / own

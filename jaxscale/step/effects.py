@@ -106,6 +106,8 @@ def _of_layout(c: TrainConfig, blueprint: Blueprint) -> Findings:
             )
     if layout.sequence_sharded and layout.sizes["tensor"] == 1:
         yield "Layout.sequence_sharded", True, "the mesh has no tensor axis to shard the sequence over"
+    if layout.sums is not None and not layout.cut("mlp") + layout.cut("heads"):
+        yield "Layout.sums", layout.sums, "no mesh axis shards heads or hidden widths, so that no product is summed"
 
 
 def _of_optimizer(c: TrainConfig, blueprint: Blueprint) -> Findings:

@@ -117,6 +117,16 @@ class ArrayRows:
         return array.astype(narrow)
 
 
+def row_of(record: Mapping[str, Any]) -> Batch:
+    """Return the arrays of a record as rows have them: 64-bit numbers become 32-bit ones.
+
+    Args:
+      record: a dict of arrays.
+    """
+    arrays = {str(key): np.asarray(x) for key, x in record.items()}
+    return {key: x.astype(_NARROW.get(x.dtype, x.dtype)) for key, x in arrays.items()}
+
+
 def text_of(value: str | bytes) -> str:
     """Return a text.
 

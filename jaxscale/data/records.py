@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 import numpy as np
 
 from jaxscale.config import register
-from jaxscale.data.array_rows import ArrayRows, text_of
-from jaxscale.data.batch import Corpus, Source
+from jaxscale.data.array_rows import ArrayRows, row_of, text_of
+from jaxscale.data.batch import Batch, Corpus, Source
 from jaxscale.data.cache import cached
 from jaxscale.data.documents import TextCorpus, gathered
 from jaxscale.data.encoded import Document
@@ -147,6 +147,17 @@ class UserRecords:
         key = hashlib.sha256(f"{tokenizer.fingerprint} {identity} {self.field}".encode()).hexdigest()[:16]
         file = cached(self.name, key, lambda: self._documents(data, tokenizer), tokenizer, cache)
         return pack(file.documents(chosen, heldout, self.name), packing, seq_len)
+
+    def first(self) -> Batch:
+        """Return the arrays of the first record, without a dimension of rows.
+
+        Raises:
+          DataError: it cannot be read, or is not a dict of arrays.
+        """
+        record = self._value(self.data, 0)
+        if _kind(record) != "rows":
+            raise DataError(f"record 0 of {_short(self.data)} is not a dict of arrays")
+        return row_of(record)
 
     def token_ids(self, tokenizer: Tokenizer | None) -> int | None:
         """Return the number of token ids; `None` if records are rows.

@@ -24,6 +24,7 @@ from jaxscale.step.blueprint import blueprint_of, settled
 from jaxscale.step.callbacks import Callback
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.flip_rate import FlipRate
+from jaxscale.step.functions import FromFunction, FromLoss
 from jaxscale.step.histograms import Histograms
 from jaxscale.step.lora import LoRA
 from jaxscale.step.loss import AutoLoss, CutLoss, Loss, MaterialisedLoss
@@ -96,6 +97,8 @@ __all__ = [
     "SimPO",
     "Adaptation",
     "Adapters",
+    "FromFunction",
+    "FromLoss",
     "GRPO",
     "GSPO",
     "BitAdapters",

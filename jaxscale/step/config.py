@@ -24,6 +24,7 @@ from jaxscale.step.adaptation import Adapters
 from jaxscale.step.algorithm import Algorithm
 from jaxscale.step.backprop import Backprop
 from jaxscale.step.callbacks import check_callbacks
+from jaxscale.step.functions import as_model, as_objective
 from jaxscale.step.guards import FiniteGuard, Guard
 from jaxscale.step.histograms import Histograms
 from jaxscale.step.loss import Loss
@@ -41,7 +42,8 @@ class TrainConfig:
     """Settings of a training run; in gin `train.lr = 3e-3`, in Python `jaxscale.fit(lr=3e-3)`.
 
     Args:
-      model: a model config, such as `Transformer.Config(depth=8)`.
+      model: a model config, such as `Transformer.Config(depth=8)`; in Python also a function of `nnx.Rngs` that returns
+        a Flax module, or the module's class.
       data: a corpus, such as `python_stdlib()`; other objects with `__len__` and `__getitem__` become `records(data)`.
       start: where initial parameters are from, such as `FromRun('runs/qwen3')`; `None` draws random ones. If `model` or
         `tokenizer` has its default, that run's is used (see `settled`).
@@ -66,7 +68,7 @@ class TrainConfig:
       algorithm: what owns the state and takes steps: `Backprop()`, `MeZO()`, `WeightEMA()`, `LocalSteps()`, `DiLoCo()`,
         or your own `Algorithm`.
       objective: what training minimises: `NextToken()`, whose `loss` and `z_loss` define the loss of each token, or
-        your own `Objective`.
+        your own `Objective`; in Python also a function of the module and a batch that returns the loss of each row.
       balance_rate: how much a step changes the biases of balanced routers (see `jaxscale.nn.SigmoidRouter`).
       packing: how documents fill rows: "stream" (cut from the concatenation) or "fit" (whole if they fit, padded).
       segments: whether attention stays within a document, and positions restart in each; else a row is one document.
@@ -133,6 +135,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "data", as_corpus(self.data))
+        object.__setattr__(self, "model", as_model(self.model))
+        object.__setattr__(self, "objective", as_objective(self.objective))
         object.__setattr__(self, "evaluate_on", {n: as_corpus(corpus) for n, corpus in self.evaluate_on.items()})
         for name, (methods, example) in _PARTS.items():
             value = getattr(self, name)

@@ -28,7 +28,8 @@ class Topology:
       name: the name that `topology` parsed.
       chip: the chip of every device.
       shape: chips along each dimension of a TPU slice's torus; GPUs per host, and hosts; number of CPU devices.
-      slices: number of such slices, connected by the data-centre network.
+      slices: number of such slices, connected by the data-centre network; of GPUs, clusters of these hosts, connected
+        by the last link of a hardware file.
     """
 
     name: str
@@ -127,7 +128,7 @@ class Topology:
             return (level, ways * level.bandwidth * together) if ways else None
         if level.reach is not None:
             return (level, level.bandwidth) if together > 1 else None
-        if self.chip.torus:
+        if self.chip.torus or (_joins_clusters(self.chip) and level is self.chip.links[-1]):
             return (level, level.bandwidth * len(group)) if crossing else None
         alone = all(other is level for other in self.chip.links)
         if alone:
@@ -152,7 +153,8 @@ def topology(name: str) -> Topology:
 
     Args:
       name: "v5p:8x8x8" for a TPU slice, "v5p:8x8x8*2" for two slices; "h200:8" for GPUs, "h100:8x4" for four hosts of
-        eight; "cpu:8"; "path/to/my.json:8" for a hardware file. A name without a shape has the chip's smallest shape.
+        eight; "cpu:8"; "path/to/my.json:8" for a hardware file, "my.json:8x4*2" for two clusters of four hosts. A name
+        without a shape has the chip's smallest shape.
 
     Raises:
       LayoutError: the chip is unknown (the message suggests similar names) or is not available in the shape.
@@ -205,11 +207,18 @@ def _host_shape(name: str, what: Chip, sizes: tuple[int, ...]) -> tuple[int, ...
 
 def _slices(name: str, what: Chip, text: str | None) -> int:
     count = int(text or 1)
-    if count < 1 or (count > 1 and not what.torus):
+    if count < 1 or (count > 1 and not what.torus and not _joins_clusters(what)):
         raise LayoutError(
-            f"'{name}': only TPUs have slices, at least 1 of them; write several hosts of GPUs as 'h100:8x4'"
+            f"'{name}': only TPUs have slices, at least 1 of them; write several hosts of GPUs as 'h100:8x4', and "
+            "clusters of them with a hardware file whose last two links have no reach: that of hosts, and a slower one "
+            "between clusters"
         )
     return count
+
+
+def _joins_clusters(what: Chip) -> bool:
+    """Whether the last level of a network of GPUs is one between clusters of hosts."""
+    return not what.torus and [link.reach for link in what.links[-2:]] == [None, None]
 
 
 @dataclasses.dataclass(frozen=True)

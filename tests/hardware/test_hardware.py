@@ -219,6 +219,23 @@ def test_slices_talk_over_the_data_centres_network():
         target.link(mesh, ("data",))
 
 
+def test_clusters_of_gpus_talk_over_the_last_link_of_their_file(tmp_path):
+    path, body = tmp_path / "mixed.json", chip("a100").to_json()
+    slow = {"name": "ethernet", "shape": "switch", "bandwidth": 4e8, "latency": 5e-5, "reach": None}
+    path.write_text(json.dumps(body | {"links": [*body["links"], slow]}))
+    target = topology(f"{path}:8x2*2")
+    assert target.devices == 32
+    for across in ("pipeline", "data"):
+        mesh = sizes(data=2, pipeline=2, tensor=8)
+        names = {axis: target.link(mesh, (axis,), across)[0].name for axis in ("data", "pipeline", "tensor")}
+        assert (
+            names.pop("tensor") == "nvlink" and names.pop(across) == "ethernet" and [*names.values()] == ["infiniband"]
+        )
+    assert target.link(sizes(data=4, tensor=8), ("data",), "data")[1] == 2 * 4e8  # two hosts' links in each cluster
+    with raises_saying(LayoutError, "only TPUs have slices", "last two links have no reach"):
+        topology("a100:8x2*2")
+
+
 def test_a_device_alone_sends_nothing():
     assert topology("v5e:4x4").link(sizes(fsdp=16), ("tensor",))[1] == math.inf
 

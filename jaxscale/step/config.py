@@ -77,6 +77,8 @@ class TrainConfig:
       evaluate_on: further corpora by name, for evaluation only; the loss on their held-out documents is the metric
         `eval_loss/NAME`.
       checkpoint_every: steps between checkpoints; 0 writes one only at the end.
+      overlap_saves: copy the state to host memory while the next steps run, from a copy on the devices, which takes
+        the memory of another state; else a step waits for it.
       keep: number of newest checkpoints to keep.
       keep_every: checkpoints whose step is a multiple of this are never deleted; `None` makes no such exception.
       staging: for runs in a bucket, a folder of a disk that all processes share: checkpoints are written there first
@@ -122,6 +124,7 @@ class TrainConfig:
     eval_batches: int = 16
     evaluate_on: Mapping[str, Corpus] = dataclasses.field(default_factory=dict)
     checkpoint_every: int = 0
+    overlap_saves: bool = False
     keep: int = 3
     keep_every: int | None = None
     staging: str | None = None

@@ -73,6 +73,8 @@ def _of_run(c: TrainConfig, blueprint: Blueprint) -> Findings:
     if c.checkpoint_every > c.steps:
         yield "train.checkpoint_every", c.checkpoint_every, ends
     once = not c.checkpoint_every or c.checkpoint_every >= c.steps
+    if c.overlap_saves and once:
+        yield "train.overlap_saves", True, "the only checkpoint is written after the last step"
     for name in not_default(c, "keep") if once else ():
         yield f"train.{name}", getattr(c, name), "one checkpoint is written, at the end"
     if c.keep_every is not None:

@@ -23,6 +23,8 @@ class Snapshots:
       every: steps between snapshots; 0 takes none.
       parity: how many processes (machines, if each has one process) may be lost without losing the snapshot.
       folder: a folder whose files are in memory.
+      overlap: copy the state to host memory while the next step runs, from a copy on the devices, which takes the
+        memory of another state; else the step waits for it.
 
     Raises:
       ConfigError: a number below 0, or `folder` does not exist.
@@ -31,6 +33,7 @@ class Snapshots:
     every: int = 1
     parity: int = 1
     folder: str = "/dev/shm"
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         for name in ("every", "parity"):

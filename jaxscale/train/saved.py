@@ -58,7 +58,9 @@ class Saved:
         layout = None if self.config.layout is None else str(self.config.layout)
         facts = {"layout": layout, "data": self.prepared.fingerprint, "rows": self._rows(), **self._start}
         blueprint = self.prepared.blueprint
-        self.checkpoints.save(state, blueprint.algorithm.infos(blueprint), {**facts, "steps": self.config.steps})
+        facts["steps"] = self.config.steps
+        infos = blueprint.algorithm.infos(blueprint)
+        self.checkpoints.save(state, infos, facts, overlap=self.config.overlap_saves)
 
     def restore(self) -> TrainState:
         """Restore the newest checkpoint that is not damaged; newer, damaged ones are renamed.

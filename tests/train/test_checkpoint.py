@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import jax
@@ -13,6 +14,8 @@ import jaxscale as js
 from jaxscale.errors import CheckpointError, LayoutError, RunError
 from jaxscale.step import blueprint_of, describe_model
 from jaxscale.train import Checkpoints
+from jaxscale.train.checkpoints import store
+from jaxscale.train.checkpoints.chunks import to_host
 from jaxscale.train.checkpoints.digest import sealed, unsealed
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
@@ -60,6 +63,22 @@ def test_a_longer_run_repeats_nothing_of_the_shorter_one():
     fit("parts", steps=4)
     assert_same_bits(fit("parts", resume=True, steps=8).state, whole.state)
     assert (js.Run("parts").path / "metrics.jsonl").read_text().count('"step"') == 8
+
+
+def test_a_save_behind_later_steps_has_the_bits_of_one_that_steps_wait_for(run, monkeypatch):
+    fetched = []
+
+    def later(arrays, *, owned=False):
+        if owned:
+            time.sleep(0.2)  # later steps have donated the state
+        fetched.append(owned)
+        return to_host(arrays, owned=owned)
+
+    monkeypatch.setattr(store, "to_host", later)
+    behind = fit("behind", checkpoint_every=2, overlap_saves=True)
+    assert fetched == [True, True]
+    for step in (2, STEPS):
+        assert_same_bits(restored(behind, step), restored(run, step))
 
 
 def test_a_checkpoint_holds_the_whole_state(finished_run):

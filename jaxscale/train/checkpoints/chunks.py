@@ -46,21 +46,36 @@ class HostArray:
                 yield key, piece[within(inner, region)]
 
 
-def to_host(arrays: dict[str, jax.Array]) -> dict[str, HostArray]:
+def to_host(arrays: dict[str, jax.Array], *, owned: bool = False) -> dict[str, HostArray]:
     """Copy the shards that this process writes to host memory; afterwards the arrays may be donated.
 
     Args:
       arrays: global arrays by name.
+      owned: nobody else uses the arrays, so that those in host memory are not copied.
     """
     shards = {name: [s for s in x.addressable_shards if s.replica_id == 0] for name, x in arrays.items()}
     for shard in itertools.chain(*shards.values()):
         shard.data.copy_to_host_async()
+
+    def fetch(x: jax.Array) -> np.ndarray:
+        return np.asarray(x) if owned else _own(x)
+
+    return {
+        name: dataclasses.replace(empty, pieces={region_of(s.index, empty.shape): fetch(s.data) for s in shards[name]})
+        for name, empty in without_pieces(arrays).items()
+    }
+
+
+def without_pieces(arrays: dict[str, jax.Array]) -> dict[str, HostArray]:
+    """Return what `to_host` does without waiting for the arrays, and without their values.
+
+    Args:
+      arrays: global arrays by name.
+    """
     out = {}
     for name, x in arrays.items():
         shape, dtype = tuple(x.shape), np.dtype(x.dtype)
-        chunk = chunk_shape(x.sharding.shard_shape(shape), dtype.itemsize)
-        pieces = {region_of(s.index, shape): _own(s.data) for s in shards[name]}
-        out[name] = HostArray(shape, dtype, chunk, pieces)
+        out[name] = HostArray(shape, dtype, chunk_shape(x.sharding.shard_shape(shape), dtype.itemsize), {})
     return out
 
 

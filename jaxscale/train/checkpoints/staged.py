@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,9 @@ class StagedCheckpoints(Checkpoints):
         """Return the steps with a finished checkpoint on the disk or in the bucket, ascending."""
         return sorted({*super().steps(), *self.bucket.steps()})
 
-    def save_host(self, step: int, arrays: dict[str, HostArray], about: dict[str, Any]) -> None:
+    def save_host(
+        self, step: int, arrays: dict[str, HostArray] | Callable[[], dict[str, HostArray]], about: dict[str, Any]
+    ) -> None:
         """See `Checkpoints.save_host`."""
         if self._session is None:
             self.run = self.bucket.run = agree.broadcast(self.run)  # process 0 chooses it after this object is made

@@ -22,7 +22,8 @@ from jaxscale.step.guards import memory_saved
 from jaxscale.step.state import TrainState
 from jaxscale.train import agree
 from jaxscale.train.checkpoints import digest
-from jaxscale.train.checkpoints.chunks import HostArray, to_host
+from jaxscale.train.checkpoints.chunks import HostArray, to_host, without_pieces
+from jaxscale.train.checkpoints.device_copies import device_copies
 from jaxscale.train.checkpoints.manifest import Manifest, check_same, flatten, leaves_of, read_manifest
 from jaxscale.train.checkpoints.migrate import SCHEMA
 from jaxscale.train.checkpoints.places import DiskPlace, place_of
@@ -92,29 +93,44 @@ class Checkpoints:
         except BucketError as e:
             raise failure(CheckpointError, e) from None
 
-    def save(self, state: TrainState, infos: dict[str, Tree], about: dict[str, Any]) -> None:
+    def save(self, state: TrainState, infos: dict[str, Tree], about: dict[str, Any], *, overlap: bool = False) -> None:
         """Start writing `state`; returns once its arrays may be overwritten.
 
         Args:
           state: the state to save under its step, without its frozen parameters.
           infos: `TensorInfo`s of its arrays (see `Algorithm.infos`).
           about: JSON-able facts for the manifest.
+          overlap: copy the arrays on their devices, and the copies to host memory in the background; takes the device
+            memory of another state, until that is done.
 
         Raises:
           CheckpointError: an earlier save failed in the background.
         """
         self.wait()  # two copies of the state may be more than fits in host memory
         saved = state.saved
-        arrays = to_host(flatten(saved))
-        leaves = leaves_of(saved, arrays, infos["params"], infos["extra"])
-        self.save_host(int(state.step), arrays, {**about, "leaves": leaves})
+        flat = flatten(saved)
+        arrays = without_pieces(flat) if overlap else to_host(flat)
+        facts = {**about, "leaves": leaves_of(saved, arrays, infos["params"], infos["extra"])}
+        if not overlap:
+            self.save_host(int(state.step), arrays, facts)
+            return
+        copies = device_copies(flat)
 
-    def save_host(self, step: int, arrays: dict[str, HostArray], about: dict[str, Any]) -> None:
+        def fetch() -> dict[str, HostArray]:
+            fetched = to_host(copies, owned=True)
+            copies.clear()  # their device memory is free from here on
+            return fetched
+
+        self.save_host(int(state.step), fetch, facts)
+
+    def save_host(
+        self, step: int, arrays: dict[str, HostArray] | Callable[[], dict[str, HostArray]], about: dict[str, Any]
+    ) -> None:
         """Start writing a state that is in host memory already; every process must call this.
 
         Args:
           step: the step of the state.
-          arrays: this process's shards of every array.
+          arrays: this process's shards of every array, or a function that fetches them, called in the background.
           about: the manifest's "leaves", and JSON-able facts.
 
         Raises:
@@ -130,7 +146,7 @@ class Checkpoints:
             self.place,
             self._session,
             saved,
-            arrays,
+            {} if callable(arrays) else arrays,
             jax.process_index(),
             jax.process_count(),
             self._keep,
@@ -138,8 +154,17 @@ class Checkpoints:
             begin,
         )
         # a daemon, so that a failing process does not wait for others; a normal end calls `close`
-        self._writing = threading.Thread(target=self._write, args=[job], name=f"checkpoint {step}", daemon=True)
+        fetch = arrays if callable(arrays) else None
+        self._writing = threading.Thread(target=self._fetch, args=[job, fetch], name=f"checkpoint {step}", daemon=True)
         self._writing.start()
+
+    def _fetch(self, job: Save, fetch: Callable[[], dict[str, HostArray]] | None) -> None:
+        try:
+            job = job if fetch is None else dataclasses.replace(job, arrays=fetch())
+        except BaseException as e:  # noqa: BLE001  # as in _write
+            self._failure = e
+            return
+        self._write(job)
 
     def _write(self, job: Save) -> None:
         try:

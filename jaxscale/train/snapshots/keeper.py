@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxscale.errors import ConfigError
 from jaxscale.train.checkpoints.chunks import as_bytes, region_of
+from jaxscale.train.checkpoints.device_copies import device_copies
 from jaxscale.train.checkpoints.digest import DIGESTS, NEW
 from jaxscale.train.snapshots.erasure import LARGEST, Code
 from jaxscale.train.snapshots.peers import Meeting, Message, Peers
@@ -67,8 +68,8 @@ class Keeper:
         self._done: dict[int, dict[int, str]] = {}
         self._folded: dict[int, int] = {}
         self._rows: set[tuple[int, int]] = set()
-        self._jobs: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
-        self._failure: OSError | None = None
+        self._jobs: queue.SimpleQueue[tuple[int, int, list[jax.Array]] | None] = queue.SimpleQueue()
+        self._failure: Exception | None = None
         self._idle = threading.Event()
         self._idle.set()
         self._worker: threading.Thread | None = None
@@ -95,39 +96,50 @@ class Keeper:
         self._worker = threading.Thread(target=self._work, name="snapshots", daemon=True)
         self._worker.start()
 
-    def take(self, step: int, arrays: Mapping[str, jax.Array]) -> float:
+    def take(self, step: int, arrays: Mapping[str, jax.Array], *, overlap: bool = False) -> float:
         """Copy the arrays to host memory and send pieces in the background; on return they may be donated.
 
         Args:
           step: the step of the state.
           arrays: the arrays, by the names and with the shardings passed to `begin`.
+          overlap: copy the arrays on their devices, and the copies to host memory in the background.
 
         Returns:
-          the seconds it took after the arrays were computed.
+          the seconds it took after the arrays were computed; with `overlap`, from the call on.
 
         Raises:
           ConnectionError: a process that holds a copy has gone.
         """
-        shelf = self._shelf
+        begun = time.perf_counter()
+        if overlap:
+            self.wait()  # for the previous copies' memory
+            arrays = device_copies(arrays)
         shards = {
             (name, region_of(s.index, x.shape)): s.data for name, x in arrays.items() for s in x.addressable_shards
         }
         sources = [shards[piece.name, piece.region] for piece in self.mine]
         for source in sources:
             source.copy_to_host_async()
-        jax.block_until_ready(sources)
-        begun = time.perf_counter()
-        self.wait()
+        if not overlap:
+            jax.block_until_ready(sources)
+            begun = time.perf_counter()
+            self.wait()
         generation, self._generation = self._generation, self._generation + 1
         with self._changed:
             self._enter(generation, step)
-        blob = shelf.own[generation % GENERATIONS]
+        self._idle.clear()
+        if overlap:
+            self._jobs.put((generation, step, sources))
+        else:
+            self._fetch(generation, sources)
+            self._jobs.put((generation, step, []))
+        return time.perf_counter() - begun
+
+    def _fetch(self, generation: int, sources: list[jax.Array]) -> None:
+        blob = self._shelf.own[generation % GENERATIONS]
         for piece, source in zip(self.mine, sources, strict=True):
             data = as_bytes(np.asarray(source))
             blob[piece.start : piece.start + data.size] = data
-        self._idle.clear()
-        self._jobs.put((generation, step))
-        return time.perf_counter() - begun
 
     def wait(self) -> None:
         """Block until the last snapshot is complete; the watchdog ends a process that waits for a lost one.
@@ -138,7 +150,7 @@ class Keeper:
         self._idle.wait()
         if self._failure is not None:
             raise ConnectionError(
-                f"a snapshot could not be sent to all other processes: {self._failure}"
+                f"a snapshot could not be copied, or sent to all other processes: {self._failure}"
             ) from self._failure
 
     def forget(self) -> None:
@@ -173,9 +185,13 @@ class Keeper:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
+            generation, step, sources = job
             try:
-                self._spread(*job)
-            except OSError as e:
+                if sources:
+                    self._fetch(generation, sources)
+                del job, sources  # the copies' device memory
+                self._spread(generation, step)
+            except (OSError, jax.errors.JaxRuntimeError) as e:
                 self._failure = e
             self._idle.set()
 

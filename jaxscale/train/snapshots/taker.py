@@ -128,7 +128,7 @@ class Taking(Taker):
         """See `Taker`; `snapshot_seconds` is the time by which the snapshot delayed the step."""
         if step % self.settings.every:
             return {}
-        return {"snapshot_seconds": self.keeper.take(step, flatten(state.saved))}
+        return {"snapshot_seconds": self.keeper.take(step, flatten(state.saved), overlap=self.settings.overlap)}
 
     def forget(self) -> None:
         """See `Taker`."""

@@ -128,7 +128,7 @@ OF_STAGES = {
 
 
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize("layout", OF_STAGES, ids=str)
+@pytest.mark.parametrize("layout", [x for x in OF_STAGES if x.schedule.gather == "layer"], ids=str)
 def test_replicas_of_a_pipeline_sum_their_gradients_once_a_step(layout):
     topology, want = OF_STAGES[layout]
     assert want == 4 * ((MATRICES + TABLES) // 2 // layout.sizes["tensor"] + 3 * 256)

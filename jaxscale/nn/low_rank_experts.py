@@ -58,6 +58,11 @@ class LowRankExperts:
         _ = self.mixture
 
     @property
+    def gated(self) -> bool:
+        """Whether the layer has a gate; the model's default hidden width depends on it."""
+        return self.dense.gated
+
+    @property
     def mixture(self) -> MixtureOfExperts:
         """The routing, as settings of a mixture of experts."""
         return MixtureOfExperts(self.experts, self.top_k, balance_loss=self.balance_loss)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxscale.step import model_flops
+from jaxscale.step.blueprint import settled
 from jaxscale.step.rates import examples
 from jaxscale.sweep.axes import split
 from jaxscale.sweep.base import Record, Trial
@@ -46,7 +47,7 @@ def planned(prepared: Prepared) -> list[Planned]:
         if trial is None or trial.id < len(records):
             break
         records.append(Record(trial))
-        config, _ = prepared.base.bind(trial.bindings)
+        config = settled(prepared.base.bind(trial.bindings)[0])
         steps = min(trial.until or config.steps, config.steps)
         (unit, count), flops = examples(config), model_flops(config)
         out.append(Planned(trial, steps, unit, steps * count, None if flops is None else steps * flops))

@@ -14,6 +14,7 @@ from jaxscale import config as gin_config
 from jaxscale.errors import JaxscaleError, RunError
 from jaxscale.run import fit
 from jaxscale.step import TrainConfig, model_flops
+from jaxscale.step.blueprint import settled
 from jaxscale.step.rates import examples, parameter_count
 from jaxscale.sweep.base import FAILED, FINISHED, PAUSED, STOPPED, Job, Trial
 from jaxscale.sweep.configs import settings_of
@@ -67,7 +68,7 @@ def config_of(job: Job) -> TrainConfig:
     """Return the settings of a trial; safe to call from several threads."""
     for module in job.imports:
         importlib.import_module(module)
-    return settings_of(job.config)
+    return settled(settings_of(job.config))  # with the model of the run that it starts from
 
 
 def sizes(config: TrainConfig, steps: int) -> dict[str, float]:

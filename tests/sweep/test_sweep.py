@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import jaxscale as js
 from jaxscale.config import Text
 from jaxscale.errors import ConfigError, RunError
 from jaxscale.sweep import Prepared, Sweep, sweep_of
+from jaxscale.sweep.dry import planned
 from tests.truth.errors import raises_saying
 from tests.truth.runs import bigram, losses
 from tests.truth.sweeps import BASE, LR, Scripted, run, text
@@ -50,7 +52,9 @@ def test_adapters_are_checked_with_the_model_of_the_run_that_trials_start_from(f
     start = js.train.FromRun(str(finished_run.path))
     base = js.TrainConfig(start=start, adapters=js.step.LoRA(), data=finished_run.config.data, seq_len=16, steps=2)
     # MixLoRA makes experts of that model's feed-forward layers
-    assert Prepared(Sweep({"train.adapters": [js.step.LoRA(), js.step.MixLoRA(experts=2)], "train.lr": [1e-2]}), base)
+    sweep = Sweep({"train.adapters": [js.step.LoRA(), js.step.MixLoRA(experts=2)], "train.lr": [1e-2]})
+    lora, _ = planned(Prepared(sweep, base))
+    assert lora.flops == 2 * js.step.model_flops(dataclasses.replace(base, model=finished_run.config.model))
     with raises_saying(ConfigError, "has 'absent', which no projection of the model matches"):
         Prepared(Sweep({"train.adapters": [js.step.LoRA(targets=("absent",))], "train.lr": [1e-2]}), base)
 

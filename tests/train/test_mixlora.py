@@ -57,6 +57,9 @@ def test_what_has_no_feed_forward_layers_is_refused():
     config = MixLoRA(experts=4, rank=3, alpha=6.0)
     assert config.model(MODEL, MODEL).mlp == EXPERTS
     assert config.model(dataclasses.replace(MODEL, mlp=EXPERTS), MODEL).mlp == EXPERTS, "a resumed run's model"
+    for mlp in (SwiGLU, GELU):
+        dense = dataclasses.replace(MODEL, hidden=None, mlp=mlp)
+        assert config.model(dense, dense).sizes.hidden == dense.sizes.hidden, "the frozen matrices have the same width"
     with raises_saying(ConfigError, "has experts of low rank already", "Unfreeze.targets"):
         config.model(dataclasses.replace(MODEL, mlp=EXPERTS), dataclasses.replace(MODEL, mlp=EXPERTS))
     with raises_saying(ConfigError, "MixLoRA", "use LoRA()"):

@@ -77,7 +77,13 @@ class Bound(functools.partial[Any]):
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def load(files: Iterable[str | Path] = (), bindings: Iterable[str] = (), *, allow_imports: bool = True) -> str:
+def load(
+    files: Iterable[str | Path] = (),
+    bindings: Iterable[str] = (),
+    *,
+    allow_imports: bool = True,
+    partial: bool = False,
+) -> str:
     """Replace the current config by files and then bindings, and check names and types.
 
     Args:
@@ -85,6 +91,7 @@ def load(files: Iterable[str | Path] = (), bindings: Iterable[str] = (), *, allo
         bindings: Lines such as `train.lr = 3e-4`, or whole gin texts; they override files.
         allow_imports: Whether `import my_module` lines are executed and `include` lines followed. Pass False for
             untrusted text, such as the `config.gin` of another person's run.
+        partial: Whether objects may lack bindings, in text with values that `dumps` could not write (`lost`).
 
     Returns:
         A snapshot: gin text that restores this config in another process, by `load(bindings=[snapshot])`.
@@ -102,7 +109,7 @@ def load(files: Iterable[str | Path] = (), bindings: Iterable[str] = (), *, allo
                 imports[statement.format()] = None
             _bind(statement, place)
         try:
-            check(_BINDINGS)
+            check(_BINDINGS, partial=partial)
         except RecursionError:
             raise ConfigError("a macro of the config refers to itself without end") from None
         for key, binding in _BINDINGS.items():

@@ -23,8 +23,12 @@ class Binding(typing.NamedTuple):
     place: str
 
 
-def check(bindings: Mapping[Key, Binding]) -> None:
+def check(bindings: Mapping[Key, Binding], *, partial: bool = False) -> None:
     """Check that macros are defined, scopes and parameters exist, and values have the annotated types.
+
+    Args:
+        bindings: The bindings.
+        partial: Whether scopes may have no bindings, in text that lacks values from Python.
 
     Raises:
         ConfigError: One of these is wrong; the message has the place in the config and the nearest valid choice.
@@ -58,12 +62,21 @@ def check(bindings: Mapping[Key, Binding]) -> None:
             raise ConfigError(
                 f"{place}: '{short(selector)}' has no parameter '{name}'{near(name, accepted, bindings=True)}"
             )
+    if not partial:
+        _check_scopes(bindings)
+
+
+def _check_scopes(bindings: Mapping[Key, Binding]) -> None:
+    """Check that a binding has the scope of each reference."""
     scopes = _scopes(bindings)
     for value, place in bindings.values():
         for reference in references(value):
             scope = "" if reference.selector.startswith("gin.") else "/".join(reference.scopes)  # gin's are macros
             if scope and not any(f"{each}/".startswith(f"{scope}/") for each in scopes):
-                same = words(reference).replace(f"{scope}/", "", 1)
+                outer = scope
+                while outer and outer not in scopes:  # bindings of outer scopes hold in inner ones
+                    outer = outer.rpartition("/")[0]
+                same = words(reference).replace(f"{scope}/", f"{outer}/" if outer else "", 1)
                 raise ConfigError(
                     f"{clipped(place)}: no binding has the scope '{scope}', so {words(reference)} would be {same}"
                     f"{near(scope, scopes)}"
@@ -74,7 +87,8 @@ def _scopes(bindings: Mapping[Key, Binding]) -> set[str]:
     """The scopes of all bindings, also of those that the axes of a sweep make."""
     axes = (name for binding in bindings.values() if isinstance(binding.value, dict) for name in binding.value)
     names = (part.strip() for axis in axes if isinstance(axis, str) for part in axis.split(","))
-    return {scope for scope in (*(key[0] for key in bindings), *(n.rpartition("/")[0] for n in names)) if scope}
+    own = (scope for scope, selector, _ in bindings if selector != MACRO)  # of a macro it is the name
+    return {scope for scope in (*own, *(n.rpartition("/")[0] for n in names)) if scope}
 
 
 def _check_not_called(value: object, expected: object, bindings: Mapping[Key, Binding], what: str) -> None:

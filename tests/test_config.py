@@ -417,6 +417,21 @@ def test_a_scope_that_nothing_binds_is_refused():
     config.load(bindings=["t_fit.model = @big/t_Decoder()", "big/deep/t_Rotary.theta = 3.0"])
 
 
+def test_a_scope_that_an_outer_one_stands_for_and_the_name_of_a_macro():
+    with pytest.raises(ConfigError, match="scope 'big/deep', so @big/deep/t_Decoder.. would be @big/t_Decoder..;"):
+        config.load(bindings=["t_fit.model = @big/deep/t_Decoder()", "big/t_Decoder.depth = 3"])
+    with pytest.raises(ConfigError, match="no binding has the scope 'big'"):
+        config.load(bindings=["t_fit.model = @big/t_Decoder()", "big = 3", "t_Decoder.depth = %big"])
+
+
+def test_text_without_values_from_python_loads_if_it_may_be_partial():
+    text = config.dumps("t_fit", {"loss": functools.partial(softmax, scale=object())})
+    assert "@loss/t_softmax" in text and config.lost(text) == ["t_fit.loss.scale"]
+    config.load(bindings=[text], partial=True)
+    with pytest.raises(ConfigError, match="scope 'loss'"):
+        config.load(bindings=[text])
+
+
 def test_scopes_never_meet():
     table = {"a_b": 1, "x": Block(1), "y": (Block(2),), "z": Decoder(blocks=(Block(4),))}
     text = round_trip(table=table, model=Decoder(positions=Rotary(7.0), blocks=(Block(3), Block(5))))

@@ -178,8 +178,12 @@ def prepare(config: TrainConfig) -> Prepared:
     blueprint, schedule = check(config)
     inputs = config.objective.inputs(config)
     by_degree = batched(config, blueprint, schedule)
-    layout = config.layout if by_degree is None else by_degree.evaluation.layout
-    shardings = batch_shardings(layout, inputs, config.batch_size)
+    shardings: dict[str, NamedSharding | None]
+    if by_degree is not None and not config.eval_batches:
+        shardings = dict.fromkeys(inputs)  # the largest degree need not divide rows that no evaluation has
+    else:
+        layout = config.layout if by_degree is None else by_degree.evaluation.layout
+        shardings = batch_shardings(layout, inputs, config.batch_size)
     source = _open(config.data, "train", config)
     if config.prompt is not None:
         text_ids(config, config.prompt)  # raises now, and not after hours of training

@@ -21,7 +21,7 @@ _LOADING = threading.RLock()
 def loaded(bindings: Sequence[str]) -> Iterator[None]:
     """Context in which these bindings are the active config; other threads of a sweep wait."""
     with _LOADING, gin_config.isolated():
-        gin_config.load(bindings=bindings)
+        gin_config.load(bindings=bindings, partial=any(map(gin_config.lost, bindings)))
         yield
 
 

@@ -171,17 +171,13 @@ class Elastic:
         """
         alive = [d for d in self.alive if d not in lost]
         smaller = recut(self.layout, alive)
-        infos, size = self.blueprint.algorithm.infos(self.blueprint)["params"], self.config.batch_size
-        new_deal = deal(size, _batch_shards(smaller, self.config.seq_len), self._at_once)
-        if new_deal.rows != size and any("replicas" in i.axes for i in jax.tree.leaves(infos)):
-            raise LayoutError(f"{smaller} does not divide {size} rows, and each replica keeps its own rows; the layout "
-                              "that is left has to divide the batch")  # fmt: skip
+        self._check_copies(smaller)
         old = flatten(self.state)
         blueprint, _ = blueprint_of(dataclasses.replace(self.config, layout=smaller))
         copied = move(old, flatten(blueprint.shardings()), alive)
         copied["rng"] = jax.random.wrap_key_data(copied["rng"])
-        self.alive = alive
         self._cut(smaller)
+        self.alive = alive
         self.state = jax.tree.unflatten(jax.tree.structure(self.state), [copied[name] for name in old])
 
     def rescale(self, mesh: str, devices: Sequence[jax.Device] | None = None, rules: str | Rules | None = None) -> int:
@@ -208,22 +204,42 @@ class Elastic:
         def where(layout: Layout) -> list[jax.sharding.Sharding]:
             return jax.tree.leaves(blueprint_of(dataclasses.replace(self.config, layout=layout))[0].shardings())
 
+        have, want = self.layout.sizes["replica"], new.specification.sizes["replica"]
+        if have != want and self._has_copies():
+            raise LayoutError(f"{new} has replica={want}, and the state has {have} replicas that differ; keep replica="
+                              f"{have}")  # fmt: skip
         placed = nearest(new, arrays, where, usable)
+        self._check_copies(placed)
         state, received = moved(arrays, where(placed))
-        self.alive = list(placed.device_mesh.devices.flat)
         self._cut(placed)
+        self.alive = list(placed.device_mesh.devices.flat)
         self.state = jax.tree.unflatten(structure, state)
         return received
 
+    def _has_copies(self) -> bool:
+        """Return whether replicas have parameters of their own."""
+        infos = self.blueprint.algorithm.infos(self.blueprint)["params"]
+        return any("replicas" in i.axes for i in jax.tree.leaves(infos))
+
+    def _check_copies(self, layout: Layout) -> None:
+        """Check that a layout divides the batch where each replica keeps its own rows."""
+        size = self.config.batch_size
+        rows = deal(size, _batch_shards(layout, self.config.seq_len), self._at_once).rows
+        if rows != size and self._has_copies():
+            raise LayoutError(f"{layout} does not divide {size} rows, and each replica keeps its own rows; the layout "
+                              "that is left has to divide the batch")  # fmt: skip
+
     def _cut(self, layout: Layout) -> None:
-        config, self.layout = self.config, layout
+        config = self.config
         shards = _batch_shards(layout, config.seq_len)
-        self._at_once = self._at_once or config.batch_size // (config.accumulate * shards)
-        self.deal = deal(config.batch_size, shards, self._at_once)
-        self.blueprint, schedule = blueprint_of(dataclasses.replace(config, layout=layout))
-        self._batch = batch_shardings(layout, config.objective.inputs(config), self.deal.rows)
-        step = step_of(self.blueprint, config, schedule, accumulate=self.deal.micro_batches)
-        self._step = jit_step(step, self.blueprint, self._batch)
+        at_once = self._at_once or config.batch_size // (config.accumulate * shards)
+        new = deal(config.batch_size, shards, at_once)
+        blueprint, schedule = blueprint_of(dataclasses.replace(config, layout=layout))
+        batch = batch_shardings(layout, config.objective.inputs(config), new.rows)
+        step = jit_step(step_of(blueprint, config, schedule, accumulate=new.micro_batches), blueprint, batch)
+        # nothing above changes the run, so that it goes on where the layout is refused
+        self.layout, self.deal, self.blueprint, self._at_once = layout, new, blueprint, at_once
+        self._batch, self._step = batch, step
 
 
 def _batch_shards(layout: Layout, seq_len: int) -> int:

@@ -374,19 +374,21 @@ def read_config(path: str | Path, bindings: Sequence[str] = (), *, replaced: Col
         text = read_gin(file)
     except OSError as e:
         raise RunError(f"{as_named(file)} cannot be read: {e.strerror}") from None
-    lost = [name for name in gin_config.lost(text) if name.split(".")[1:2] and name.split(".")[1] not in replaced]
+    from_python = gin_config.lost(text)
+    lost = [name for name in from_python if name.split(".")[1:2] and name.split(".")[1] not in replaced]
     if lost:
         raise RunError(
             f"{as_named(file)} does not hold {', '.join(lost)}, which came from Python; resume the run from Python "
             f"with jaxscale.fit({lost[0].split('.')[1]}=..., run={as_named(path)!r}, resume=True)"
         )
     with gin_config.isolated():
+        options = {"allow_imports": False, "partial": bool(from_python)}
         try:
             if (new := _with_new_settings(text)) != text:
                 text = new
-                gin_config.load([], [text, *bindings], allow_imports=False)
+                gin_config.load([], [text, *bindings], **options)
             else:
-                gin_config.load([file], bindings, allow_imports=False)
+                gin_config.load([file], bindings, **options)
         except ConfigError as e:
             if "registered" not in str(e):
                 raise

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxscale.data.batching import HDP, BatchPlan, FlexSP, Group, SequenceCosts, Static, best_static
-from jaxscale.errors import DataError
+from jaxscale.errors import ConfigError, DataError
 from tests.truth.exact_batches import fastest
 
 METHODS = {"flexsp": FlexSP(), "one degree": FlexSP(mixed=False), "hdp": HDP(), "static": Static(8)}
@@ -137,7 +137,7 @@ def test_a_wrong_plan_is_refused() -> None:
         (lambda: HDP().plan(np.array([40_000]), 8, costs()), "cut it to 32768 tokens"),
         (lambda: Static(3).plan(np.array([5]), 8, costs()), "no degree 3, only 1, 2, 4, 8"),
         (lambda: FlexSP(degrees=(8,)).plan(np.array([5]), 4, costs()), "no degree of 8 fits on 4 devices"),
-        (lambda: FlexSP(tries=0).plan(np.array([5]), 4, costs()), "must be 1 or more"),
+        (lambda: FlexSP(tries=0), "must be 1 or more"),
         (lambda: FlexSP().plan(np.array([0]), 4, costs()), "whole numbers of 1 or more"),
         (lambda: FlexSP().plan(np.array([0.5]), 4, costs()), "whole numbers of 1 or more"),
         (lambda: SequenceCosts(1.0, 1.0, {2: 0.0, 3: 0.0}, 5), "degree 2 does not divide 3"),
@@ -150,12 +150,26 @@ def test_a_wrong_plan_is_refused() -> None:
         (lambda: SequenceCosts(1.0, 1.0, {1: 0.0}, 5, {2: 0.1}), "latency has degree 2, and exchange has not"),
         (lambda: SequenceCosts(0.0, 0.0, {1: 0.0}, 5), "linear and quadratic are both 0"),
         (lambda: SequenceCosts(1.0, 1.0, {1: 0.0}, 0), "must be 1 token or more"),
+        (lambda: SequenceCosts(1.0, 1.0, {1: 0.0}, 5.5), "must be a whole number of tokens"),
         (lambda: SequenceCosts(1.0, 1.0, {}, 5), "use such as"),
     ],
 )
 def test_what_cannot_be_planned_raises(call, message: str) -> None:
     with pytest.raises(DataError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"degrees": 4}, {"degrees": ()}, {"degrees": (1.0,)}, {"capacity": "16"}, {"costs": 3}], ids=str
+)
+@pytest.mark.parametrize("planner", [FlexSP, HDP])
+def test_settings_of_another_type_are_refused(planner, settings) -> None:
+    with pytest.raises(ConfigError, match=f"{planner.__name__}.{next(iter(settings))} = .*must be"):
+        planner(**settings)
+
+
+def test_a_capacity_in_floating_point_is_whole() -> None:
+    assert repr(SequenceCosts(1.0, 1.0, {1: 0.0}, 1e6).capacity) == "1000000"
 
 
 def test_a_row_is_at_least_the_longest_sequence() -> None:

@@ -386,3 +386,24 @@ def test_a_stepper_of_another_model_or_for_shorter_sequences_cannot_go_on():
         engine.move(make_engine(config=dataclasses.replace(CONFIG, vocab=61)).stepper)
     with pytest.raises(ConfigError, match="length is 16, and requests were accepted for 32"):
         engine.move(make_engine(length=16).stepper)
+
+
+class Still:
+    """A stepper that takes no step."""
+
+    vocab, length, slots, end_ids, scores, prefix = VOCAB, LENGTH, 1, frozenset(), True, ()
+
+    def counts(self):
+        return {}
+
+
+def test_waiting_requests_forget_pages_of_another_size_and_want_their_scores():
+    engine, other = Engine(Still()), Still()
+    engine.submit(Request((6, 7, 8), Sampling(max_tokens=1), "r", scored=True))
+    [waiting] = engine._queue
+    waiting.digests = [b"of a page"]
+    other.scores = False
+    with pytest.raises(ConfigError, match="Still gives no log-probabilities of a prompt"):
+        engine.move(other)
+    engine.move(Still())
+    assert waiting.digests == []

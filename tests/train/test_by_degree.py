@@ -180,6 +180,13 @@ def test_documents_are_dealt_whole_and_once(config):
     assert sorted(pairs) == sorted(flat[begin : begin + length].tolist() for begin, length in sequences)
 
 
+def test_rows_of_an_odd_length_are_trained_without_evaluation(config):
+    odd = dataclasses.replace(config, seq_len=61)
+    assert prepare(odd).place_step(0).micro_batches
+    with raises_saying(LayoutError, "4 does not divide 61"):
+        prepare(dataclasses.replace(odd, eval_batches=1))
+
+
 def test_a_plan_says_that_it_is_of_one_layout(tmp_path):
     plan = js.plan.plan_for(settings(tmp_path), "h100:4", compile="never")
     assert any("train.batching is not planned: this is a step whose rows are all on fsdp=4" in n for n in plan.notes)

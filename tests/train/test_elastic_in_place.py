@@ -72,6 +72,10 @@ def test_too_few_devices_for_a_slice_are_refused():
     run = Elastic(config("data=2,tensor=2"))
     with pytest.raises(LayoutError, match="1 devices are left, but one slice of the data axis"):
         run.lose(run.alive[:3])
+    before = run.layout, run.alive, run.blueprint, run.state
+    with pytest.raises(LayoutError, match="3 does not divide 16"):
+        run.rescale("data=1,context=3")
+    assert all(now is old for now, old in zip((run.layout, run.alive, run.blueprint, run.state), before, strict=True))
     with pytest.raises(ConfigError, match="needs a layout with a data axis"):
         Elastic(config("tensor=2"))
 

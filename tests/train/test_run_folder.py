@@ -252,6 +252,21 @@ def test_a_resume_from_python_keeps_the_settings_of_the_run(tmp_path):
     assert js.fit(run="here", resume=True, steps=3, quiet=True).config == dataclasses.replace(settings, steps=3)
 
 
+@js.config.register(name="t_Calls")
+@dataclasses.dataclass(frozen=True)
+class Calls(js.step.Callback):
+    function: object = None
+
+
+def test_a_part_of_nothing_but_python_values_can_be_replaced(tmp_path):
+    text = js.config.dumps("train", {"callbacks": (Calls(print),), "lr": 0.5})
+    write_gin(tmp_path / "config.gin", text)
+    assert "(@callbacks_0/t_Calls(),)" in text
+    assert read_config(tmp_path, replaced=["callbacks"]).lr == 0.5
+    with raises_saying(RunError, "train.callbacks.0.function, which came from Python"):
+        read_config(tmp_path)
+
+
 def test_reading_a_run_leaves_the_loaded_config_alone(finished_run):
     js.config.load(bindings=["train.lr = 0.5"])
     assert js.load(str(finished_run.path)).config.lr == 1e-2

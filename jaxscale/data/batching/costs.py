@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float64, Integer
 
 from jaxscale.config import register
-from jaxscale.errors import DataError
+from jaxscale.errors import ConfigError, DataError
 
 
 @register
@@ -58,6 +59,9 @@ class SequenceCosts:
             raise DataError("SequenceCosts.linear and quadratic are both 0, so that sequences take no time; set one")
         if not 1 <= self.capacity < math.inf:
             raise DataError(f"SequenceCosts.capacity = {self.capacity}: must be 1 token or more")
+        if self.capacity != int(self.capacity):
+            raise DataError(f"SequenceCosts.capacity = {self.capacity}: must be a whole number of tokens")
+        object.__setattr__(self, "capacity", int(self.capacity))  # 1e6 is a float, and rows have as many tokens
         if not all(isinstance(d, int | np.integer) for d in (*self.exchange, *self.latency)):
             raise DataError("SequenceCosts.exchange and latency are by degree, whole numbers such as {1: 0.0, 2: 1e-8}")
         degrees = self.degrees
@@ -129,6 +133,31 @@ class SequenceCosts:
           degree: devices of the group.
         """
         return self.latency.get(degree, 0.0)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 1
+
+
+def check_planner(name: str, degrees: Any, capacity: Any, costs: Any) -> None:
+    """Check the settings that planners have in training.
+
+    Args:
+      name: the planner's name, for messages.
+      degrees: its degrees.
+      capacity: its capacity.
+      costs: its costs.
+
+    Raises:
+      ConfigError: one is of another type.
+    """
+    many = isinstance(degrees, tuple | list) and degrees
+    if degrees is not None and not (many and all(_is_count(d) for d in degrees)):
+        raise ConfigError(f"{name}.degrees = {degrees!r}: must be whole numbers of devices such as (1, 2, 4), or None")
+    if capacity is not None and not _is_count(capacity):
+        raise ConfigError(f"{name}.capacity = {capacity!r}: must be a whole number of 1 token or more, or None")
+    if not isinstance(costs, SequenceCosts | None):
+        raise ConfigError(f"{name}.costs = {costs!r}: must be SequenceCosts(), or None")
 
 
 def usable(costs: SequenceCosts, degrees: tuple[int, ...] | None, devices: int) -> tuple[int, ...]:

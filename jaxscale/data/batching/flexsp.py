@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float64, Integer
 
 from jaxscale.config import register
-from jaxscale.data.batching.costs import SequenceCosts, check_lengths, usable
+from jaxscale.data.batching.costs import SequenceCosts, check_lengths, check_planner, usable
 from jaxscale.data.batching.plans import BatchPlan, Group
 from jaxscale.data.batching.static import Static
 from jaxscale.errors import DataError
@@ -52,6 +52,10 @@ class FlexSP:
       capacity: in training, tokens of a micro-batch on a device; `None` is that of `costs`, or else the least with
         which the largest degree holds `train.seq_len`.
       costs: in training, the costs; `None` takes arithmetic from the model's FLOPs (see `jaxscale.step.by_degree`).
+
+    Raises:
+      DataError: `tries` is below 1.
+      ConfigError: another setting is of another type; the capacity and degrees are whole numbers of 1 or more.
     """
 
     degrees: tuple[int, ...] | None = None
@@ -59,6 +63,11 @@ class FlexSP:
     tries: int = 3
     capacity: int | None = None
     costs: SequenceCosts | None = None
+
+    def __post_init__(self) -> None:
+        if self.tries < 1:  # before a run begins: its first plan is made after compiling
+            raise DataError(f"FlexSP.tries = {self.tries}: must be 1 or more")
+        check_planner("FlexSP", self.degrees, self.capacity, self.costs)
 
     def plan(self, lengths: Integer[np.ndarray, " n"], devices: int, costs: SequenceCosts) -> BatchPlan:
         """Return the plan of a batch.
@@ -69,10 +78,8 @@ class FlexSP:
           costs: the costs.
 
         Raises:
-          DataError: `tries` is below 1, the costs do not have a degree, or no group holds a sequence.
+          DataError: the costs do not have a degree, or no group holds a sequence.
         """
-        if self.tries < 1:
-            raise DataError(f"FlexSP.tries = {self.tries}: must be 1 or more")
         degrees = usable(costs, self.degrees, devices)
         lengths = check_lengths(lengths, costs, degrees[-1])
         order = np.argsort(-lengths, kind="stable")

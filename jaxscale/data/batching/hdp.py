@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float64, Integer
 
 from jaxscale.config import register
-from jaxscale.data.batching.costs import SequenceCosts, check_lengths, usable
+from jaxscale.data.batching.costs import SequenceCosts, check_lengths, check_planner, usable
 from jaxscale.data.batching.plans import BatchPlan, Group
 from jaxscale.errors import ConfigError
 
@@ -44,7 +44,7 @@ class HDP:
       shapes: in training, the number of lengths that rows of a degree are padded to; each has a program.
 
     Raises:
-      ConfigError: `shapes` is not a whole number of 1 or more.
+      ConfigError: a setting is of another type; `shapes`, `capacity` and degrees are whole numbers of 1 or more.
     """
 
     degrees: tuple[int, ...] | None = None
@@ -56,6 +56,7 @@ class HDP:
     def __post_init__(self) -> None:
         if not isinstance(self.shapes, int) or self.shapes < 1:
             raise ConfigError(f"HDP.shapes = {self.shapes!r}: must be a whole number of 1 or more")
+        check_planner("HDP", self.degrees, self.capacity, self.costs)
 
     def plan(self, lengths: Integer[np.ndarray, " n"], devices: int, costs: SequenceCosts) -> BatchPlan:
         """Return the plan of a batch.

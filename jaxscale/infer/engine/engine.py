@@ -189,16 +189,21 @@ class Engine:
           stepper: the new stepper.
 
         Raises:
-          ConfigError: it has other ids, or is for shorter sequences; nothing was changed.
+          ConfigError: it has other ids, is for shorter sequences, or lacks scores of prompts that a request asks for;
+            nothing was changed.
         """
         old, names = self.stepper, ("vocab", "end_ids", "prefix")
         if other := [name for name in names if getattr(old, name) != getattr(stepper, name)]:
             raise ConfigError(f"a stepper with another {other[0]} would answer otherwise; use one of the same model")
         if stepper.length < old.length:
             raise ConfigError(f"the stepper's length is {stepper.length}, and requests were accepted for {old.length}")
+        if not stepper.scores and any(s.request.scored for s in self._sequences.values()):
+            name = type(stepper).__name__
+            raise ConfigError(f"{name} gives no log-probabilities of a prompt, which an unfinished request asks for")
         for sequence in self._running:
             old.release(sequence)
-            sequence.digests = []  # of pages, which may have another size
+        for sequence in self._sequences.values():
+            sequence.digests = []  # of pages, which may have another size; waiting ones may have them too
         self._sort()
         for name, n in old.counts().items():
             if not name.startswith("pages_"):

@@ -18,6 +18,7 @@ from gin.config import ParserDelegate
 from gin.config_parser import BindingStatement, BlockDeclaration, ConfigParser, ImportStatement, IncludeStatement
 
 from jaxscale import reading
+from jaxscale.config_registry import BY_NAME
 from jaxscale.errors import ConfigError, near
 
 Statement: TypeAlias = BindingStatement | BlockDeclaration | ImportStatement
@@ -54,7 +55,10 @@ def read_file(
     if not path.is_file():
         others = [str(p) for folder in {path.parent, Path("experiments")} for p in folder.glob("*.gin")]
         others += [str(p.parent) for p in path.parent.glob("*/config.gin")]  # runs, which many commands take as well
-        raise ConfigError(f"{origin}there is no config file '{path}'{near(str(path), others)}")
+        hint = near(str(path), others)
+        if str(path) in BY_NAME:  # the name of a model's shape, for example
+            hint = f", but a setting's value: write a file with a line such as train.model = @{path}()"
+        raise ConfigError(f"{origin}there is no config file '{path}'{hint}")
     try:
         text = reading.read_text(path)
     except (OSError, ValueError) as error:

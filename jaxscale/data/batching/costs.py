@@ -136,7 +136,7 @@ class SequenceCosts:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 1)
 
 
 def check_planner(name: str, degrees: Any, capacity: Any, costs: Any) -> None:

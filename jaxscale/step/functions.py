@@ -101,8 +101,9 @@ def as_model(value: Any) -> Any:
     Args:
       value: the setting `train.model`.
     """
-    is_class = isinstance(value, type) and issubclass(value, nnx.Module)
-    return FromFunction(value) if is_class or _is_function(value) else value
+    made = value.func if isinstance(value, functools.partial) else value  # @Net in a gin file is a partial
+    is_class = isinstance(made, type) and issubclass(made, nnx.Module)
+    return FromFunction(value) if is_class or inspect.isfunction(made) else value
 
 
 def as_objective(value: Any) -> Any:

@@ -5,7 +5,7 @@ from jaxscale.layout.boxing import Boxes, Move, infer, rebox
 from jaxscale.layout.distributed import init_distributed
 from jaxscale.layout.draw import blocks_of, draw
 from jaxscale.layout.host import DEVICE, HOST, host_memory_or_say, why_no_host_memory
-from jaxscale.layout.layout import Layout, constrain, current, fill, filled_shape, in_use, say_once, unfill
+from jaxscale.layout.layout import Layout, constrain, current, say_once
 from jaxscale.layout.mesh import make_mesh, parse_mesh, simulate_devices
 from jaxscale.layout.moving import moved, nearest, tree_moved
 from jaxscale.layout.pipeline import Pipeline
@@ -24,6 +24,7 @@ from jaxscale.layout.tensors import (
     shardings_of,
 )
 from jaxscale.layout.unnamed import Inferred, fitting_layout, infer_names
+from jaxscale.layout.used import fill, filled_shape, in_use, unfill
 
 __all__ = [
     "AXES",

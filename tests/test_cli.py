@@ -376,6 +376,11 @@ def test_the_version_is_shown(capfd):
         (["train", "GIN", "--gin.train.optimizer=@Adam()"], ["'@Adam'", "did you mean 'AdamW'"]),
         (["train", "GIN", "--gin.train.data=@AdamW()"], ["train.data must be a corpus", "not AdamW("]),
         (["train", "GIN", "--gin.train.model=@Transformer"], ["train.model must be a model such as Transformer()"]),
+        (
+            ["train", "GIN", "--gin.Layout.sums=@StarSum"],
+            ["Layout.sums = StarSum", "it is called as (term, tokens, over, dim)", "write StarSum()"],
+        ),
+        (["train", "GIN", "--gin.train.objective=@NextToken"], ["train.objective must be Objective, not @NextToken"]),
         (["train", "GIN", "--gin.Transformer.width=0"], ["Transformer.width = 0", "at least 1"]),
         (["train", "GIN", "--gin.Transformer.dtype=float8"], ["'float8'", "'bfloat16'"]),
         (["train", "GIN", "--gin.Transformer.memory=all"], ["'all'"]),

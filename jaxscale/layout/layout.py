@@ -8,7 +8,7 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,8 @@ from jaxscale.layout.axes import AXES, FILLED, MESH_AXES, REPLICABLE, check_axis
 from jaxscale.layout.mesh import make_mesh, parse_mesh, resolve_sizes
 from jaxscale.layout.pipeline import Pipeline
 from jaxscale.layout.rules import Kind, Rules, preset
+from jaxscale.layout.sums import Sums
+from jaxscale.signatures import check_call
 
 log = logging.getLogger("jaxscale")
 
@@ -70,7 +72,7 @@ class Layout:
     sequence_sharded: bool = False
     pipeline: str | Pipeline | None = None
     across: str | None = None
-    sums: Callable[..., Any] | None = None
+    sums: Sums | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, str):
@@ -79,6 +81,8 @@ class Layout:
         Pipeline.of(self.pipeline)
         if self.across is not None:
             check_mesh_axis(self.across, "Layout.across")
+        if self.sums is not None:
+            check_call("Layout.sums", self.sums, ("term", "tokens", "over", "dim"), ())
         if self.sums is not None and self.sequence_sharded:
             raise LayoutError(
                 "Layout.sums replaces all-reduces, and with Layout.sequence_sharded products end in reduce-scatters; "

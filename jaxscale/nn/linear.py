@@ -11,7 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxscale.layout import constrain, current, named
+from jaxscale.layout import constrain, current, named, say_once
 from jaxscale.parallel import (
     Arithmetic,
     Dense,
@@ -23,6 +23,7 @@ from jaxscale.parallel import (
     summed_matmul,
     why_no_overlap,
 )
+from jaxscale.parallel.deferred import Deferred
 
 
 def project(
@@ -169,10 +170,13 @@ def out_of(h: Float[Array, "b s ..."], linear: Linear, *, overlap: bool = False)
       LayoutError: see `into`.
     """
     scatter, layout = overlap and why_no_overlap(*_hidden((linear,))) != "", current()
-    if not scatter and (layout is None or layout.sums is None):
-        return linear(h)
-    base = linear.weight.base()
-    sums = chosen_sums(linear.axes, base.shape) if isinstance(base, Dense) and not scatter else None
+    base, sums = linear.weight.base(), None
+    if layout is not None and layout.sums is not None:
+        sums = chosen_sums(linear.axes, base.shape)
+        if sums is not None and not isinstance(base, Dense):
+            if not isinstance(base, Deferred):  # of a backward pass, whose sums are all-reduces
+                say_once(f"Layout.sums = {sums}: sums of products with {type(base).__name__} weights are all-reduces")
+            sums = None
     if not scatter and sums is None:
         return linear(h)
     matrix, factors = base.matrix(linear.arithmetic)

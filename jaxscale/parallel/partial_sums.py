@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -19,16 +19,12 @@ from jaxtyping import Array, Float
 from jaxscale.config import register
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.layout import current
+from jaxscale.layout.sums import Sums, Term
 from jaxscale.parallel.arithmetic import Arithmetic
 from jaxscale.parallel.sharded import cut_over, sharded_op
 from jaxscale.parallel.weight import axes_of, input_gradient, kernel_gradient, seed_for, shape_of, used
 
 Names = tuple[str, ...]
-Term = Callable[[int, int], Float[Array, "b s e"]]
-"""(First token, last token) -> this device's term for these tokens, whose dimension is `Sums`' own."""
-Sums = Callable[[Term, int, Names, int], Float[Array, "b s e"]]
-"""What `Layout.sums` holds: (terms, number of tokens, mesh axes, dimension of the tokens) -> the sum of the terms."""
-
 STAR = "star_sum"
 """The named scope of a star's permutes, by which the planner knows them."""
 

@@ -101,7 +101,7 @@ def as_model(value: Any) -> Any:
     Args:
       value: the setting `train.model`.
     """
-    made = value.func if isinstance(value, functools.partial) else value  # @Net in a gin file is a partial
+    made = _called(value)
     is_class = isinstance(made, type) and issubclass(made, nnx.Module)
     return FromFunction(value) if is_class or inspect.isfunction(made) else value
 
@@ -112,8 +112,9 @@ def as_objective(value: Any) -> Any:
     Args:
       value: the setting `train.objective`.
     """
-    return FromLoss(value) if _is_function(value) else value
+    return FromLoss(value) if inspect.isfunction(_called(value)) else value
 
 
-def _is_function(value: Any) -> bool:
-    return inspect.isfunction(value) or isinstance(value, functools.partial)
+def _called(value: Any) -> Any:
+    """Return what a partial calls; in a gin file, `@Net` without brackets is a partial."""
+    return value.func if isinstance(value, functools.partial) else value

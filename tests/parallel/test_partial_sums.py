@@ -6,17 +6,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxscale.errors import LayoutError
 from jaxscale.hardware import topology
-from jaxscale.layout import Layout
+from jaxscale.layout import Layout, abstract, say_once
 from jaxscale.models import TransformerConfig
+from jaxscale.nn import Linear
+from jaxscale.nn.formats import Stored
+from jaxscale.nn.linear import out_of
 from jaxscale.parallel import Arithmetic, ChunkedSum, StarSum
 from jaxscale.parallel.partial_sums import chosen_sums, ring_seconds, summed_matmul
 from jaxscale.plan.collectives import Collective, collectives
 from jaxscale.plan.communication import predict
 from jaxscale.plan.roofline import collective_time, hides_behind
 from jaxscale.step import TrainConfig
+from jaxscale.testing.params import random_params
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.layouts import assert_layouts_agree, random_batch
 
@@ -101,6 +106,19 @@ def test_the_planner_sees_the_star_in_the_traced_step():
     permutes = [c for c in star if c.kind == "collective-permute"]
     assert permutes and all("star_sum" in c.name and c.devices == 4 for c in permutes)
     assert not [c for c in plain if c.kind == "collective-permute"]
+
+
+def test_products_with_weights_in_few_bits_say_that_their_sums_are_all_reduces(caplog):
+    say_once.cache_clear()
+    graphdef, infos = abstract(lambda: Linear({"mlp": 16}, {"embed": 8}, rngs=nnx.Rngs(0)))
+    params, x = jax.tree.map(jnp.asarray, random_params(infos)), jnp.ones((2, 3, 16))
+    few_bits = Stored("int8", group=4).encoded(jax.tree.map(jnp.copy, params), infos, None)
+    with Layout("tensor=4,data=2", sums=StarSum()):
+        jax.jit(out_of)(x, nnx.merge(graphdef, params))
+        assert not caplog.messages
+        jax.jit(out_of)(x, nnx.merge(graphdef, few_bits))
+    (message,) = caplog.messages
+    assert "Layout.sums = StarSum()" in message and "StoredWeight" in message and "all-reduces" in message
 
 
 def test_sums_and_a_sharded_sequence_are_refused():

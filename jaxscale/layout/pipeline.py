@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from jaxscale.config import register
 from jaxscale.errors import LayoutError, count, near
-from jaxscale.layout.schedules import SCHEDULES, from_csv
+from jaxscale.layout.schedules import CHUNKS, PLACEMENTS, SCHEDULES, from_csv
 from jaxscale.layout.table import Placement, Table, validate
 
 AT_MOST = 4
@@ -19,9 +19,7 @@ AT_MOST = 4
 
 Gather = Literal["layer", "step"]
 
-_CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
 _BOTH_ENDS = ("dualpipe", "chimera")
-_PLACEMENTS: dict[str, Placement] = {"zb-v": "v", "dualpipe-v": "v"}
 
 
 @register
@@ -75,8 +73,8 @@ class Pipeline:
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise LayoutError(f"Pipeline.{field} = {value!r}: must be a whole number of at least 1")
         if self.chunks is not None and not self._takes_chunks and not self._file:
-            has = count(_CHUNKS.get(self.name, 1), "chunk", "chunks")
-            if self.chunks != _CHUNKS.get(self.name, 1):
+            has = count(CHUNKS.get(self.name, 1), "chunk", "chunks")
+            if self.chunks != CHUNKS.get(self.name, 1):
                 raise LayoutError(
                     f"schedule '{self.name}' has {has} a stage, not {self.chunks}; 'interleaved' has more"
                 )
@@ -112,7 +110,7 @@ class Pipeline:
         """The number of virtual stages per stage."""
         if self._file:
             return self.chunks or self._file.chunks
-        return self.chunks or (_CHUNKS.get(self.schedule, 1) if isinstance(self.schedule, str) else 1)
+        return self.chunks or (CHUNKS.get(self.schedule, 1) if isinstance(self.schedule, str) else 1)
 
     @property
     def placement(self) -> Placement:
@@ -120,7 +118,7 @@ class Pipeline:
         if self._file:
             return self._file.placement
         named = isinstance(self.schedule, str)
-        return _PLACEMENTS.get(self.name, "ring") if named else getattr(self.schedule, "placement", "ring")
+        return PLACEMENTS.get(self.name, "ring") if named else getattr(self.schedule, "placement", "ring")
 
     @functools.cached_property
     def _file(self) -> Table | None:

@@ -212,6 +212,12 @@ SCHEDULES: dict[str, ScheduleFn] = {
 """Schedules by name. Those before the last two are of the papers. The two `lockstep` schedules
 are for stages that wait for each other in each phase, as they must where layers are sharded over devices too."""
 
+CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
+"""Chunks of a stage by default, of schedules that have more than one."""
+
+PLACEMENTS: dict[str, Placement] = {"zb-v": "v", "dualpipe-v": "v"}
+"""Order of virtual stages, of schedules whose order is not "ring"."""
+
 
 def from_csv(path: str | Path) -> Table:
     """Read a table from a file: a line per tick, and in it a cell per stage with the ops of that tick, or none.

@@ -164,8 +164,8 @@ def test_a_table_survives_a_file(name, tmp_path):
     (tmp_path / "t.csv").write_text(to_csv(table))
     read = from_csv(tmp_path / "t.csv")
     assert (read.slots == table.slots).all()
-    sizes = lambda t: (t.stages, t.microbatches, t.chunks, t.phases, t.placement)  # noqa: E731
-    assert sizes(read) == sizes(table)
+    for size in ("stages", "microbatches", "chunks", "phases", "placement"):
+        assert getattr(read, size) == getattr(table, size)
 
 
 @pytest.mark.parametrize(

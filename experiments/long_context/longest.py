@@ -378,7 +378,10 @@ def table() -> str:
         "| hardware | route | rows | fits | GiB a device | on host | does not fit | GiB | planned | programs | jax |"
     ]
     out += ["|" + "---|" * 11]
-    gib = lambda n: f"{n / 2**30:.1f}" if n else "–"  # noqa: E731
+
+    def gib(n: int | None) -> str:
+        return f"{n / 2**30:.1f}" if n else "–"
+
     for (hardware, route), r in results().items():
         fits, over, cells = r["fits"], r["over"], [hardware, route]
         tokens = fits["seq_len"] if fits else 0

@@ -191,7 +191,7 @@ class Attend:
     ) -> tuple[Float[Array, "b s h d"], KeyGradients]:
         """Return the terms of the queries' and keys' cotangents from products of these queries and keys; float32.
 
-        Where the terms so far are given, the new ones are added in place, so that no second array of that size exists.
+        Terms so far, `dq` or `dkeys`, are added to in place, so that no second array of that size exists.
 
         Args:
           queries: see `forward`.

@@ -369,7 +369,10 @@ class _Stage:
         if self.table.phases < 3 and not terms:
             return None
         micro, parts = self._micro(0), _at(self.parts, 0)
-        stage = lambda p, x: self.model.stage(p, x, micro, parts)  # noqa: E731
+
+        def stage(p: Tree, x: Tree) -> Tree:
+            return self.model.stage(p, x, micro, parts)
+
         return Split.of(stage, _at(self.chunks, 0), self.model.kernels, self._like, terms)
 
     @property

@@ -91,7 +91,7 @@ def load(
         bindings: Lines such as `train.lr = 3e-4`, or whole gin texts; they override files.
         allow_imports: Whether `import my_module` lines are executed and `include` lines followed. Pass False for
             untrusted text, such as the `config.gin` of another person's run.
-        partial: Whether objects may lack bindings, in text with values that `dumps` could not write (`lost`).
+        partial: Whether scopes may have no bindings, in text that lacks values from Python (see `lost`).
 
     Returns:
         A snapshot: gin text that restores this config in another process, by `load(bindings=[snapshot])`.

@@ -71,7 +71,7 @@ def _check_scopes(bindings: Mapping[Key, Binding]) -> None:
     scopes = _scopes(bindings)
     for value, place in bindings.values():
         for reference in references(value):
-            scope = "" if reference.selector.startswith("gin.") else "/".join(reference.scopes)  # gin's are macros
+            scope = "" if reference.selector.startswith("gin.") else "/".join(reference.scopes)  # gin.REQUIRED
             if scope and not any(f"{each}/".startswith(f"{scope}/") for each in scopes):
                 outer = scope
                 while outer and outer not in scopes:  # bindings of outer scopes hold in inner ones
@@ -87,7 +87,7 @@ def _scopes(bindings: Mapping[Key, Binding]) -> set[str]:
     """The scopes of all bindings, also of those that the axes of a sweep make."""
     axes = (name for binding in bindings.values() if isinstance(binding.value, dict) for name in binding.value)
     names = (part.strip() for axis in axes if isinstance(axis, str) for part in axis.split(","))
-    own = (scope for scope, selector, _ in bindings if selector != MACRO)  # of a macro it is the name
+    own = (scope for scope, selector, _ in bindings if selector != MACRO)  # a macro has its name in place of a scope
     return {scope for scope in (*own, *(n.rpartition("/")[0] for n in names)) if scope}
 
 

@@ -57,7 +57,7 @@ def read_file(
         others += [str(p.parent) for p in path.parent.glob("*/config.gin")]  # runs, which many commands take as well
         hint = near(str(path), others)
         if str(path) in BY_NAME:  # the name of a model's shape, for example
-            hint = f", but a setting's value: write a file with a line such as train.model = @{path}()"
+            hint = f"; it is the name of a setting's value: write a file with a line such as train.model = @{path}()"
         raise ConfigError(f"{origin}there is no config file '{path}'{hint}")
     try:
         text = reading.read_text(path)

@@ -313,7 +313,7 @@ def test_a_missing_file_suggests_its_neighbours(tmp_path):
         config.load([tmp_path / "dmo.gin"])
     with pytest.raises(ConfigError, match="there is no config file"):
         config.load([tmp_path])
-    with pytest.raises(ConfigError, match="a setting's value: .* a line such as train.model = @t_Decoder"):
+    with pytest.raises(ConfigError, match="the name of a setting's value: .* a line such as train.model = @t_Decoder"):
         config.load([Path("t_Decoder")])
 
 

@@ -65,6 +65,7 @@ class Layout:
     Raises:
       LayoutError: an unknown mesh axis, rule preset, logical axis or schedule (when built); too few devices (when
         used).
+      ConfigError: `sums` does not take the arguments of `jaxscale.layout.sums.Sums`.
     """
 
     mesh: str = "data=-1"

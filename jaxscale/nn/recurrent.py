@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from jaxscale.layout import constrain
 from jaxscale.nn.cache import LayerCache, RecurrentState
 from jaxscale.nn.context import Context
 from jaxscale.parallel.linear_attention import linear_attention
@@ -24,12 +25,10 @@ def document_starts(context: Context, seq: int) -> Bool[Array, "#b s"]:
     segments, order = context.segment_ids, context.order
     if segments is None:
         return ((jnp.arange(seq) if order is None else order) == 0)[None]
-    if order is not None:
-        segments = segments[:, jnp.argsort(order)]
+    segments = by_position(segments, order)
     other = segments[:, 1:] != segments[:, :-1]
     first = jnp.ones_like(segments[:, :1], bool)
-    starts = jnp.concatenate([first, other], axis=1) | (segments == 0)
-    return starts if order is None else starts[:, order]
+    return by_column(jnp.concatenate([first, other], axis=1) | (segments == 0), order)
 
 
 def document_positions(context: Context, seq: int) -> Int[Array, "#b s"]:
@@ -41,12 +40,25 @@ def document_positions(context: Context, seq: int) -> Int[Array, "#b s"]:
     """
     if isinstance(context.cache, LayerCache):
         return context.cache.step.positions
-    starts, order = document_starts(context, seq), context.order
-    if order is not None:
-        starts = starts[:, jnp.argsort(order)]
+    starts = by_position(document_starts(context, seq), context.order)
     places = jnp.arange(seq, dtype=jnp.int32)
     positions = places - jax.lax.cummax(jnp.where(starts, places, 0), axis=1)
-    return positions if order is None else positions[:, order]
+    return by_column(positions, context.order)
+
+
+def by_position(x: Shaped[Array, "#b s"], order: Int[Array, "s"] | None) -> Shaped[Array, "#b s"]:
+    """Return numbers of tokens in the order of positions, where columns have another; see `Context.order`."""
+    return x if order is None else _of_rows(x)[:, jnp.argsort(order)]
+
+
+def by_column(x: Shaped[Array, "#b s"], order: Int[Array, "s"] | None) -> Shaped[Array, "#b s"]:
+    """Return numbers of tokens in the order of columns: the inverse of `by_position`."""
+    return x if order is None else _of_rows(x)[:, order]
+
+
+def _of_rows(x: Shaped[Array, "#b s"]) -> Shaped[Array, "#b s"]:
+    """Whole rows on each device: XLA's partitioner aborts the process at some gathers from a shard of one."""
+    return x if len(x) == 1 else constrain(x, "batch", None)
 
 
 def recurrence(

@@ -19,7 +19,7 @@ from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
 from jaxscale.nn.mixer import Mixer, check_whole, chosen
 from jaxscale.nn.mixers.parts import HEADS, recurrence_flops
-from jaxscale.nn.recurrent import document_positions, document_starts
+from jaxscale.nn.recurrent import by_column, by_position, document_positions, document_starts
 from jaxscale.nn.rotary import Rotary, rotate
 from jaxscale.parallel.linear_attention import linear_attention
 from pallas_kernels.chunked_recurrence import chunked_recurrence
@@ -95,14 +95,12 @@ class BlockLinearAttention(nnx.Module):
 
     def _ends(self, context: Context, seq: int) -> Bool[Array, "#b s"]:
         """Which tokens are the last of a block or of a document."""
-        positions, order = document_positions(context, seq), context.order
-        if order is not None:
-            positions = positions[:, jnp.argsort(order)]
+        positions = by_position(document_positions(context, seq), context.order)
         following = jnp.pad(positions[:, 1:], ((0, 0), (0, 1)))
         ends = following == 0
         if self.block is not None:
             ends = ends | (following % self.block == 0)
-        return ends if order is None else ends[:, order]
+        return by_column(ends, context.order)
 
     def _step(self, state: Array, real: Array, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         """Go on by whole blocks; see `LayerCache.carry`."""

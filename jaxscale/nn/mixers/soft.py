@@ -19,7 +19,7 @@ from jaxscale.nn.context import Context
 from jaxscale.nn.linear import Linear, into, out_of
 from jaxscale.nn.mixer import Mixer, check_whole, chosen
 from jaxscale.nn.mixers.parts import HEADS
-from jaxscale.nn.recurrent import document_positions
+from jaxscale.nn.recurrent import by_column, by_position, document_positions
 from jaxscale.parallel.landmark_attention import landmark_attention
 
 
@@ -66,13 +66,11 @@ class GaussianAttention(nnx.Module):
         with jax.named_scope("qkv"):
             q, v = (constrain(y, *HEADS) for y in into(x, self.q, self.v))
         with jax.named_scope("mix"):
-            seq, order, segments = x.shape[1], context.order, context.segment_ids
+            seq, segments = x.shape[1], context.segment_ids
             positions = document_positions(context, seq)
             documents = jnp.ones_like(positions) if segments is None else segments
             new = (positions % self.stride == 0) & (documents != 0)
-            natural = new if order is None else new[:, jnp.argsort(order)]
-            index = jnp.cumsum(natural, axis=1) - 1
-            index = index if order is None else index[:, order]
+            index = by_column(jnp.cumsum(by_position(new, context.order), axis=1) - 1, context.order)
             count = -(-seq // self.stride) + (0 if segments is None else self.documents - 1)
             out = landmark_attention(q, v, index, documents, count=count, iterations=self.iterations)
             fits = jnp.sum(new, axis=1)[:, None, None, None] <= count

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout, Pipeline
 from jaxscale.models import BlockConfig, TransformerConfig
-from jaxscale.nn import NoFeedForward, NoMixer, SquaredReLU
+from jaxscale.nn import NoFeedForward, NoMixer, RingAttention, SquaredReLU
 from jaxscale.nn.mixers import (
     HSTU,
     MLGRU,
@@ -29,9 +29,10 @@ from jaxscale.nn.mixers import (
     RetNet,
 )
 from jaxscale.step.state import describe_model
-from jaxscale.testing import check_mixer
+from jaxscale.testing import check_mixer, compare_layouts
 from pallas_kernels import chosen, forget
 from pallas_kernels.dispatch import on_device
+from tests.truth.layouts import random_batch
 from tests.truth.long import short
 
 MIXERS = [
@@ -100,6 +101,26 @@ def test_products_have_the_models_dtype_unless_the_mixer_names_another():
 def test_mixers_train_alike_on_every_layout(mixer):
     layouts = (Layout("context=2,tensor=2,fsdp=2"), Layout("pipeline=2,context=2,data=2", pipeline=Pipeline("1f1b")))
     check_mixer(mixer, layouts, depth=2)
+
+
+MESHES = (
+    "data=8", "fsdp=8", "context=8", "tensor=4,data=2", "data=2,fsdp=2,tensor=2", "data=2,context=2,tensor=2",
+    "context=4,tensor=2", "fsdp=2,context=4", "pipeline=2,data=2,tensor=2", "pipeline=2,context=2,tensor=2",
+    "pipeline=2,fsdp=2,context=2", "pipeline=2,context=4",
+)  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_hybrid_with_attention_has_the_gradients_of_one_device_in_packed_rows(mesh):
+    sizes = dict(depth=4, width=32, heads=4, hidden=64, vocab=32)
+    config = TransformerConfig(
+        **sizes, blocks=(BlockConfig(mixer=GatedDeltaNet()), BlockConfig()), attention=RingAttention()
+    )
+    # one step: on one device, too, parameters 1e-7 apart have gradients 1e-3 apart after it
+    compare_layouts(
+        config, [Layout(mesh)], batch=random_batch(32, rows=8, seq=48, lengths=(20, 17, 6)), steps=1
+    ).check()
 
 
 @pytest.mark.parametrize(

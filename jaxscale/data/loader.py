@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from jaxscale.data.batch import Batch, Source
+from jaxscale.data.even_rows import check_counts_pairs, even_order
 from jaxscale.data.order import Order, Shuffle, group_starts, order_of
 from jaxscale.errors import DataError
 
@@ -29,10 +30,13 @@ class Loader:
       group: number of consecutive rows of the source that belong together; whole groups are shuffled.
       shares: loaders that each read a share of a batch of `shares * batch_size` rows, for runs that train apart.
       share: which of them this is: rows `share * batch_size` and following of that batch.
+      even: micro-batches of a step in whose order a batch's rows are, such that devices have equal work in attention
+        (see `jaxscale.data.even_rows`); `None` leaves rows in the seeded order.
       check: called with the rows of a batch that are read; may raise `DataError`.
 
     Raises:
-      DataError: `batch_size` is below 1, `seed` is negative, groups do not divide the batch, or there is no such share.
+      DataError: `batch_size` is below 1, `seed` is negative, groups do not divide the batch, or there is no such share,
+        or rows should be even and the source cannot count their work.
     """
 
     source: Source
@@ -41,6 +45,7 @@ class Loader:
     group: int = 1
     shares: int = 1
     share: int = 0
+    even: int | None = None
     check: Callable[[Batch], None] | None = field(default=None, repr=False, compare=False)
     _order: Order = field(init=False, repr=False, compare=False)
 
@@ -55,6 +60,8 @@ class Loader:
             )
         if not 0 <= self.share < self.shares:
             raise DataError(f"share={self.share} does not exist; there are {self.shares}, from 0.")
+        if self.even is not None:
+            check_counts_pairs(self.source)
         order = order_of(self.source, self.group, self.shares * self.batch_size)
         object.__setattr__(self, "_order", order)
 
@@ -71,6 +78,7 @@ class Loader:
         """Digest in hexadecimal; loaders with equal ones have equal batches at all steps."""
         groups = f" {self.group}" if self.group > 1 else ""
         groups += f" {self.share}/{self.shares}" if self.shares > 1 else ""
+        groups += f" even {self.even}" if self.even is not None else ""
         return hashlib.sha256(f"{self.source.fingerprint} {self.batch_size} {self.seed}{groups}".encode()).hexdigest()
 
     def ids_at(self, step: int) -> np.ndarray:
@@ -85,7 +93,11 @@ class Loader:
         if step < 0:
             raise DataError(f"step {step} does not exist; the first is 0.")
         start = (int(step) * self.shares + self.share) * self.batch_size
-        return self._order(np.arange(start, start + self.batch_size, dtype=np.int64), self.seed)
+        ids = self._order(np.arange(start, start + self.batch_size, dtype=np.int64), self.seed)
+        if self.even is None:
+            return ids
+        pairs = check_counts_pairs(self.source).pairs(ids).reshape(-1, self.group).sum(axis=1)
+        return ids.reshape(-1, self.group)[even_order(pairs, self.even)].reshape(-1)
 
     def batch_at(self, step: int, rows: slice | None = None) -> Batch:
         """Return the batch of a step, or a part of its rows.

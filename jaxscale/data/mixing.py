@@ -227,6 +227,16 @@ class MixtureSource:
                 batch.setdefault(key, np.zeros((len(ids), *rows.shape[1:]), rows.dtype))[mine] = rows
         return batch
 
+    def pairs(self, ids: Int64[np.ndarray, " b"]) -> Int64[np.ndarray, " b"]:
+        """See `jaxscale.data.even_rows.CountsPairs`, which all parts are."""
+        ids = np.asarray(ids)
+        parts = np.searchsorted(self._first, ids, side="right") - 1
+        pairs = np.zeros(len(ids), np.int64)
+        for part in np.unique(parts):
+            mine = parts == part
+            pairs[mine] = self.sources[part].pairs(ids[mine] - self._first[part])  # type: ignore[attr-defined]
+        return pairs
+
 
 def _is_weight(value: object) -> bool:
     return isinstance(value, numbers.Real) and 0 <= float(value) <= MOST

@@ -136,16 +136,10 @@ class Stream(_Packed):
 
     def rows(self, ids: Int64[np.ndarray, " b"]) -> Batch:
         """Return rows by number; see `Source`."""
-        bounds, shape = self._bounds, (-1, self.seq_len)
-        begin = np.asarray(ids, np.int64) * self.seq_len
-        end = begin + self.seq_len
-        first = np.searchsorted(bounds, begin, side="right") - 1
-        row, nth = _spread(np.searchsorted(bounds, end, side="left") - first)  # one entry per piece
-        document = first[row] + nth
-        low = np.maximum(bounds[document], begin[row])
-        length = np.minimum(bounds[document + 1], end[row]) - low
+        shape = (-1, self.seq_len)
+        _, nth, document, low, length = self._pieces(ids)
         piece, position = _spread(length)  # one entry per target, row by row
-        skipped = low - bounds[document]  # tokens of the document before the piece
+        skipped = low - self._bounds[document]  # tokens of the document before the piece
         index = (self.documents.starts[document] + skipped)[piece] + position
         tokens, targets = self._pairs(index, (np.cumsum(length) - length)[skipped == 0])
         return {
@@ -155,6 +149,22 @@ class Stream(_Packed):
             "segment_ids": (nth + 1).astype(np.int32)[piece].reshape(shape),
             "positions": position.astype(np.int32).reshape(shape),
         }
+
+    def pairs(self, ids: Int64[np.ndarray, " b"]) -> Int64[np.ndarray, " b"]:
+        """See `jaxscale.data.even_rows.CountsPairs`."""
+        row, _, _, _, length = self._pieces(ids)
+        return _pairs(row, length, len(ids))
+
+    def _pieces(self, ids: Int64[np.ndarray, " b"]) -> tuple[Int64[np.ndarray, " p"], ...]:
+        """Return of each piece its row in `ids`, its number there, its document, and its first target and length."""
+        bounds = self._bounds
+        begin = np.asarray(ids, np.int64) * self.seq_len
+        end = begin + self.seq_len
+        first = np.searchsorted(bounds, begin, side="right") - 1
+        row, nth = _spread(np.searchsorted(bounds, end, side="left") - first)
+        document = first[row] + nth
+        low = np.maximum(bounds[document], begin[row])
+        return row, nth, document, low, np.minimum(bounds[document + 1], end[row]) - low
 
 
 class Fit(_Packed):
@@ -188,9 +198,7 @@ class Fit(_Packed):
 
     def rows(self, ids: Int64[np.ndarray, " b"]) -> Batch:
         """Return rows by number; see `Source`."""
-        first = self._first[ids]
-        row, nth = _spread(self._first[np.asarray(ids) + 1] - first)  # one entry per piece
-        piece = first[row] + nth
+        row, nth, piece = self._pieces(ids)
         length = self._length[piece]
         before = np.cumsum(length) - length  # targets before each piece, over all rows
         column = before - before[nth == 0][row]  # those before it in its row
@@ -199,13 +207,33 @@ class Fit(_Packed):
         tokens, targets = self._pairs(index, before[self._opens[piece]])
         place = (row * self.seq_len + column)[owner] + position
 
-        batch = empty_batch(len(first), self.seq_len)
+        batch = empty_batch(len(ids), self.seq_len)
         batch["tokens"].reshape(-1)[place] = tokens
         batch["targets"].reshape(-1)[place] = targets
         batch["weights"].reshape(-1)[place] = self._weights(index)
         batch["segment_ids"].reshape(-1)[place] = (nth + 1)[owner]
         batch["positions"].reshape(-1)[place] = position
         return batch
+
+    def pairs(self, ids: Int64[np.ndarray, " b"]) -> Int64[np.ndarray, " b"]:
+        """See `jaxscale.data.even_rows.CountsPairs`."""
+        row, _, piece = self._pieces(ids)
+        return _pairs(row, self._length[piece], len(ids))
+
+    def _pieces(self, ids: Int64[np.ndarray, " b"]) -> tuple[Int64[np.ndarray, " p"], ...]:
+        """Return of each piece its row in `ids`, its number there, and its number of all."""
+        first = self._first[ids]
+        row, nth = _spread(self._first[np.asarray(ids) + 1] - first)
+        return row, nth, first[row] + nth
+
+
+def _pairs(
+    row: Int64[np.ndarray, " p"], length: Int64[np.ndarray, " p"], rows: int
+) -> Int64[np.ndarray, " b"]:
+    """Return the pairs of queries and keys in the pieces of each row."""
+    total = np.zeros(rows, np.int64)
+    np.add.at(total, row, length * (length + 1) // 2)
+    return total
 
 
 PACKINGS: dict[str, Callable[[Documents, int], Source]] = {"stream": Stream, "fit": Fit}

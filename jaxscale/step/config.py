@@ -71,6 +71,8 @@ class TrainConfig:
         your own `Objective`; in Python also a function of the module and a batch that returns the loss of each row.
       balance_rate: how much a step changes the biases of balanced routers (see `jaxscale.nn.SigmoidRouter`).
       packing: how documents fill rows: "stream" (cut from the concatenation) or "fit" (whole if they fit, padded).
+      even_rows: order the rows of each step such that devices and micro-batches have equal work in causal attention,
+        by the lengths of documents; the rows of a step stay the same (see `jaxscale.data.even_rows`).
       segments: whether attention stays within a document, and positions restart in each; else a row is one document.
       eval_every: steps between evaluations on held-out documents; 0 evaluates only at the end.
       eval_batches: batches of an evaluation; 0 never evaluates.
@@ -119,6 +121,7 @@ class TrainConfig:
     objective: Objective = NextToken()
     balance_rate: float = 1e-3
     packing: str = "stream"
+    even_rows: bool = False
     segments: bool = True
     eval_every: int = 0
     eval_batches: int = 16
@@ -174,6 +177,15 @@ class TrainConfig:
                 raise ConfigError(f"train.{name} = {value}: must be at least {least}{finite}")
         if self.packing not in PACKINGS:
             raise DataError(f"train.packing = '{self.packing}' does not exist{near(str(self.packing), PACKINGS)}")
+        if self.even_rows and not self.segments:
+            raise ConfigError(
+                "train.even_rows = True: with train.segments = False all rows have equal work; set one of them otherwise"
+            )
+        if self.even_rows and self.batching is not None:
+            raise ConfigError(
+                f"train.even_rows = True: {type(self.batching).__name__}() places documents by their work already; set "
+                "train.even_rows = False"
+            )
         if not 0 < self.lr < math.inf:
             raise ConfigError(f"train.lr = {self.lr}: must be above 0{' and finite' if self.lr == math.inf else ''}")
         if self.seed >= 2**32:

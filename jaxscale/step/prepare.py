@@ -198,7 +198,8 @@ def prepare(config: TrainConfig) -> Prepared:
         documents = functools.partial(_check_documents, config.model)
         for batch in (b for batches in heldout.values() for b in batches):
             documents(batch)
-    loader = Loader(source, config.batch_size, config.seed, config.objective.group, check=documents)
+    even = config.accumulate if config.even_rows else None
+    loader = Loader(source, config.batch_size, config.seed, config.objective.group, even=even, check=documents)
     return Prepared(blueprint, schedule, loader, heldout, shardings, by_degree)
 
 

@@ -227,9 +227,7 @@ class Fit(_Packed):
         return row, nth, first[row] + nth
 
 
-def _pairs(
-    row: Int64[np.ndarray, " p"], length: Int64[np.ndarray, " p"], rows: int
-) -> Int64[np.ndarray, " b"]:
+def _pairs(row: Int64[np.ndarray, " p"], length: Int64[np.ndarray, " p"], rows: int) -> Int64[np.ndarray, " b"]:
     """Return the pairs of queries and keys in the pieces of each row."""
     total = np.zeros(rows, np.int64)
     np.add.at(total, row, length * (length + 1) // 2)

@@ -179,7 +179,7 @@ class TrainConfig:
             raise DataError(f"train.packing = '{self.packing}' does not exist{near(str(self.packing), PACKINGS)}")
         if self.even_rows and not self.segments:
             raise ConfigError(
-                "train.even_rows = True: with train.segments = False all rows have equal work; set one of them otherwise"
+                "train.even_rows = True: with train.segments = False all rows have equal work; change one of them"
             )
         if self.even_rows and self.batching is not None:
             raise ConfigError(

@@ -234,7 +234,7 @@ class MixtureSource:
         pairs = np.zeros(len(ids), np.int64)
         for part in np.unique(parts):
             mine = parts == part
-            pairs[mine] = self.sources[part].pairs(ids[mine] - self._first[part])  # type: ignore[attr-defined]
+            pairs[mine] = self.sources[part].pairs(ids[mine] - self._first[part])
         return pairs
 
 

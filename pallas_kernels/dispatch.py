@@ -197,6 +197,8 @@ def dispatch(
     arrays: tuple[Any, ...],
     case: dict[str, Any],
     implementation: str | None = None,
+    *,
+    large: bool = False,
 ) -> Any:
     """Run an op with the named implementation, or with the best one for the device in scope.
 
@@ -206,6 +208,8 @@ def dispatch(
       arrays: arguments of the implementation's `run`.
       case: hashable static arguments, for `supported` and `run`.
       implementation: name of an implementation, or `None` for the best.
+      large: log why a kernel is not used on a TPU, too, because the case is too large for another implementation to be
+        of use; on a GPU it is always logged.
 
     Returns:
       what the implementation's `run` returns.
@@ -216,7 +220,7 @@ def dispatch(
     here = device()
     if implementation is not None:
         return _run_named(op, implementations, arrays, case, implementation, here)
-    fallback, best = implementations[-1], _best(op, implementations, here, case)
+    fallback, best = implementations[-1], _best(op, implementations, here, case, large)
     default = _bind(fallback, here, case)
     if best is fallback:
         return default(*arrays)
@@ -243,7 +247,9 @@ def _differentiated_once(op: str, kernel: Callable[..., Any]) -> Callable[..., A
     return lambda *arrays: kernel(*guarded(arrays))
 
 
-def _best(op: str, implementations: Sequence[Implementation], target: Target, case: dict[str, Any]) -> Implementation:
+def _best(
+    op: str, implementations: Sequence[Implementation], target: Target, case: dict[str, Any], large: bool
+) -> Implementation:
     why_not: list[tuple[str, str]] = []
     for one in implementations:
         if one.platforms and target.platform not in one.platforms:
@@ -252,7 +258,7 @@ def _best(op: str, implementations: Sequence[Implementation], target: Target, ca
             continue
         why = _why_not(op, one, target, case)
         if why is None:
-            _record(op, target, one, tuple(why_not), case)
+            _record(op, target, one, tuple(why_not), case, large)
             return one
         why_not.append((one.name, why))
     raise KernelError(f"{op} cannot run on {target.kind or target.platform}: {'; '.join(w for _, w in why_not)}")
@@ -316,11 +322,16 @@ def _unguarded() -> str | None:
 
 
 def _record(
-    op: str, target: Target, one: Implementation, why_not: tuple[tuple[str, str], ...], case: dict[str, Any]
+    op: str,
+    target: Target,
+    one: Implementation,
+    why_not: tuple[tuple[str, str], ...],
+    case: dict[str, Any],
+    large: bool = False,
 ) -> None:
     choice = Choice(op, target.platform, target.kind, one.name, why_not, tuple(case.items()))
     line = op, target.kind, one.name
-    if target.platform in ("cuda", "rocm") and why_not and line not in _logged:
+    if (large or target.platform in ("cuda", "rocm")) and why_not and line not in _logged:
         _logged.add(line)
         _log.warning("%s", choice)
     for record in (_chosen, *_listening):

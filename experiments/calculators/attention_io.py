@@ -216,7 +216,7 @@ def tpu_traffic(cut: Cut, d: int, dv: int, own: Side | None = None) -> Traffic:
     """
     side: Side = own or "queries"
     plan = steps(cut, Tokens(), side)
-    mine = np.asarray(plan.own)
+    mine, other = (np.asarray(x)[np.asarray(plan.todo) != 0] for x in (plan.own, plan.other))
     if side == "queries":
         stays, comes = cut.q_tile, cut.k_tile
         heads, times = cut.h, 1
@@ -228,7 +228,7 @@ def tpu_traffic(cut: Cut, d: int, dv: int, own: Side | None = None) -> Traffic:
     made = {None: dv, "queries": d, "keys": d + dv}[own]
     begins = 1 + int((mine[1:] != mine[:-1]).sum())
     # A resident tile visits the others in order. The last one of a tile may be the first of the next: no load then.
-    meetings = len(mine) if times > 1 else _brought(np.asarray(plan.other))
+    meetings = len(mine) if times > 1 else _brought(other)
     whole = cut.b * heads
     return Traffic(
         read=whole * (begins * stays * read_own + meetings * times * comes * read_other),

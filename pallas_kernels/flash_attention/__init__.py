@@ -220,6 +220,9 @@ _BY_NAME = (Implementation("dense", (), _anywhere, _run_dense),)
 """Implementations that are used only when they are named."""
 
 
+_LARGE = 65_536  # tokens from which a TPU, too, says why it has no kernel: XLA visits 16,384 tiles and more, one by one
+
+
 def _run(direction: str, settings: Settings, inputs: Inputs, *others: Any) -> Any:
     q, k, v, bias, tokens = inputs
     case = {
@@ -234,7 +237,8 @@ def _run(direction: str, settings: Settings, inputs: Inputs, *others: Any) -> An
         "dtype": q.dtype.name,
     }
     implementations = IMPLEMENTATIONS if settings.implementation is None else (*IMPLEMENTATIONS, *_BY_NAME)
-    return dispatch("flash_attention", implementations, (inputs, *others), case, settings.implementation)
+    large = max(q.shape[1], k.shape[1]) >= _LARGE
+    return dispatch("flash_attention", implementations, (inputs, *others), case, settings.implementation, large=large)
 
 
 # ---- gradients, with the same tree of residuals for every implementation

@@ -15,13 +15,10 @@ from pallas_kernels.flash_attention.inputs import Inputs, Settings
 from pallas_kernels.flash_attention.masks import Mask
 from pallas_kernels.flash_attention.tpu_backward import backward
 from pallas_kernels.flash_attention.tpu_forward import forward
-from pallas_kernels.flash_attention.tpu_steps import LANES, Cut, Side, step_count
+from pallas_kernels.flash_attention.tpu_steps import LANES, MOST_STEPS, Cut, Side, step_counts
 
 WIDEST = 256
 """The largest head_dim: a wider one would need smaller tiles than the table has."""
-
-STEP_BYTES = 768 * 2**10
-"""Most bytes of the list of steps in SMEM, which has 1 MiB."""
 
 
 def supported(
@@ -65,9 +62,13 @@ def supported(
                 return f"a block of a mask has to have a multiple of {LANES} {what} in a kernel, not {size}"
     sides: tuple[Side, ...] = ("queries",) if direction == "forward" else ("queries", "keys")
     examples = q[0] if segments or positions else 1
-    needed = max(12 * examples * step_count(cut, side) for side in sides)
-    if needed > STEP_BYTES:
-        return f"the list of tiles to visit would take {needed} bytes of SMEM, and {STEP_BYTES} are reserved for it"
+    for side in sides:
+        longest = examples * int(step_counts(cut, side).max())
+        if longest > MOST_STEPS:
+            return (
+                f"a tile of {side} may have to visit {longest} tiles in the {examples} examples, and a list of "
+                f"{MOST_STEPS} fits in SMEM; use fewer examples a device"
+            )
     return None
 
 
@@ -96,6 +97,10 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16 128 sigmoid": {"mask": Mask(window=500), "segments": True, "kind": "sigmoid"},
     "float32 128 all": {
         "mask": Mask(causal=True, window=900), "segments": True, "positions": True, "softcap": 30.0, "dtype": "float32",
+    },
+    "bfloat16 128 causal 512k": {"mask": Mask(causal=True), "s": 2**19, "b": 1, "h": 2, "kv": 1},
+    "bfloat16 128 causal segments 512k": {
+        "mask": Mask(causal=True), "segments": True, "s": 2**19, "b": 1, "h": 2, "kv": 1,
     },
     "float32 256 causal": {"mask": Mask(causal=True), "d": 256, "dv": 256, "dtype": "float32"},
 }  # fmt: skip

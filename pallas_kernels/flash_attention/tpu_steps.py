@@ -144,21 +144,26 @@ def _fit(tile: int, length: int, block: int | None) -> int:
 
 # ---- steps
 
+MOST_STEPS = 65_536
+"""Most steps of a kernel call: three int32 each, 768 KiB of the 1 MiB of SMEM. Longer lists are walked in pieces."""
+
 
 class Steps(NamedTuple):
-    """The list of steps, in each of which two tiles meet: int32, (1 or B) x `length` numbers each.
+    """The list of steps, in each of which two tiles meet: int32, (pieces, (1 or B) x `length`) numbers each.
 
     Args:
       own: the tile of the side that stays.
       other: the tile of the other side.
       todo: the step's work: begin, add a full tile, add one with its mask, end; or 0 for nothing.
-      length: number of steps of an example.
+      used: (pieces,), steps after which no example of the piece has work.
+      length: number of steps of an example in a piece.
       each: whether every example has its own list.
     """
 
     own: Any
     other: Any
     todo: Any
+    used: Any
     length: int
     each: bool
 
@@ -167,28 +172,63 @@ class Steps(NamedTuple):
         return not isinstance(self.todo, np.ndarray) or bool((self.todo & what).any())
 
 
-def step_count(cut: Cut, own: Side) -> int:
-    """Return the most steps that an example may need, whatever its segments and positions."""
+def step_counts(cut: Cut, own: Side) -> np.ndarray:
+    """Return the most steps that each tile of one side may need in an example, whatever its segments and positions."""
     mask = dataclasses.replace(cut.mask, causal=False, window=None) if cut.positions else cut.mask
     table = tile_table(mask, Tokens(), s=cut.s, t=cut.t, q_tile=cut.q_tile, k_tile=cut.k_tile)
-    return int(np.maximum((table != SKIP).sum(1 if own == "queries" else 0), 1).sum())
+    return np.maximum((table != SKIP).sum(1 if own == "queries" else 0), 1)
+
+
+def pieces(counts: np.ndarray, most: int) -> list[tuple[int, int]] | None:
+    """Return ranges of tiles, as few as can be and about equal, none of which takes more than `most` steps.
+
+    Args:
+      counts: steps of each tile.
+      most: steps that fit; `None` is returned where a single tile takes more.
+    """
+    ends = counts.cumsum()
+
+    def ranges_of(most: int) -> list[tuple[int, int]]:
+        ranges, start = [], 0
+        while start < len(ends):
+            before = ends[start - 1] if start else 0
+            stop = int(np.searchsorted(ends, before + most, "right"))
+            ranges.append((start, stop))
+            start = stop
+        return ranges
+
+    low = int(counts.max())
+    if low > most:
+        return None
+    few = len(ranges_of(most))
+    while low < most:  # the smallest number of steps that does not take another piece
+        middle = (low + most) // 2
+        low, most = (low, middle) if len(ranges_of(middle)) == few else (middle + 1, most)
+    return ranges_of(most)
 
 
 def steps(cut: Cut, tokens: Tokens, own: Side) -> Steps:
-    """Return the list of steps of a kernel that stays at tiles of one side."""
+    """Return the list of steps of a kernel that stays at tiles of one side, in pieces of at most `MOST_STEPS`."""
     table = tile_table(cut.mask, tokens, s=cut.s, t=cut.t, q_tile=cut.q_tile, k_tile=cut.k_tile, each=True)
     if own == "keys":
         met = visits(table.swapaxes(1, 2))  # padded queries are zero, and so is what they contribute
     else:
         met = visits(table, masked_last=cut.t % cut.k_tile > 0)
     xp: Any = np if isinstance(table, np.ndarray) else jnp
-    count, (examples, _, others) = step_count(cut, own), met.tiles.shape
+    counts, (examples, _, others) = step_counts(cut, own), met.tiles.shape
+    ranges = pieces(counts, MOST_STEPS // examples)
+    assert ranges is not None, "supported() refuses a tile that meets so many others"
+    first, last = (np.array(x) for x in zip(*((start, stop - 1) for start, stop in ranges), strict=True))
+    longest = max(int(counts[start:stop].sum()) for start, stop in ranges)
+
     length = xp.maximum(met.count, 1)  # a tile that sees nothing has a step to begin and end
     ends = xp.cumsum(length, -1)
-    n = np.arange(count)
-    mine = xp.minimum((ends[:, None] <= n[:, None]).sum(-1), ends.shape[1] - 1)
+    starts = ends - length
+    n = (starts[:, first, None] + np.arange(longest)).reshape(examples, -1)
+    mine = np.searchsorted(ends[0], n, "right") if xp is np else (ends[:, None] <= n[..., None]).sum(-1)
+    mine = xp.minimum(mine, np.repeat(last, longest))
     at = lambda x: xp.take_along_axis(x, mine, -1)  # noqa: E731
-    visit = n - at(ends - length)
+    visit = n - at(starts)
     other = xp.take_along_axis(
         met.tiles.reshape(examples, -1), mine * others + xp.minimum(visit, others - 1), -1
     )  # fmt: skip
@@ -198,5 +238,10 @@ def steps(cut: Cut, tokens: Tokens, own: Side) -> Steps:
         + ADD_SEEN * ((visit >= at(met.full)) & (visit < at(met.count)))
         + END * (visit == at(length) - 1)
     )
-    mine, other, todo = (x.astype(np.int32).reshape(-1) for x in (mine, other, todo))
-    return Steps(mine, other, todo, count, examples > 1)
+
+    def by_piece(x: Any) -> Any:
+        x = x.astype(np.int32).reshape(examples, len(ranges), longest)
+        return x.swapaxes(0, 1).reshape(len(ranges), examples * longest)
+
+    used = (ends[:, last] - starts[:, first]).max(0).astype(np.int32)
+    return Steps(by_piece(mine), by_piece(other), by_piece(todo), used, longest, examples > 1)

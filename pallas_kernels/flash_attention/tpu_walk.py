@@ -4,7 +4,8 @@ A kernel stays at a tile of one side, its own (queries or keys), and visits the 
 something. Every visit is one step of the grid. The list of steps is made beforehand and prefetched into SMEM, where the
 index maps read which tiles to copy. So an invisible tile is never copied, and where the list is known while tracing it
 has no step. Where the list depends on data, the number of steps is that of the mask without data, and steps left over
-at the end do nothing and copy nothing.
+at the end do nothing and copy nothing. A list too long for SMEM is walked in pieces of whole tiles: a scan calls the
+kernel once for each, and every call writes its tiles into the same outputs.
 
 Scores are (own, other). Numbers of a row of scores, one for every token of the own side, are a column with 128 equal
 lanes, made once for each tile; those of a column are along the lanes of a row, as in memory.
@@ -175,7 +176,9 @@ def walk(
 
     operands = {**arrays, **of_tokens}
     shapes = {**scratch, **{f"own_{n}": (own_tile, LANES) for n in token_kinds}}
-    names = (*operands, *outs, *shapes)
+    # outputs of the pieces before, which this piece's outputs share their memory with; never read
+    before = {f"before_{n}": x for n, x in outs.items()} if len(plan.own) > 1 else {}
+    names = (*operands, *before, *outs, *shapes)
 
     def kernel(own_ref: Any, other_ref: Any, todo_ref: Any, *references: Any) -> None:
         refs = dict(zip(names, references, strict=True))
@@ -208,27 +211,43 @@ def walk(
 
     pairs = cut.b * cut.h * plan.length * cut.q_tile * cut.k_tile
     wide: list[Any] = [x for named in (arrays, outs) for n, x in named.items() if n not in _ROWS]
-    results = pl.pallas_call(
-        kernel,
-        out_shape=tuple(outs.values()),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
-            grid=(cut.b, heads, plan.length, inner),
-            in_specs=[spec(n, x) for n, x in operands.items()],
-            out_specs=tuple(spec(n, x) for n, x in outs.items()),
-            scratch_shapes=[
-                pltpu.VMEM(shape, jnp.int32 if name.startswith("own_") else jnp.float32)
-                for name, shape in shapes.items()
-            ],
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * products * pairs * max(x.shape[3] for x in wide),
-            transcendentals=pairs,
-            bytes_accessed=sum(math.prod(x.shape) * x.dtype.itemsize for x in wide),
-        ),
-        interpret=target.tpu(),
-    )(*(jnp.asarray(x) for x in plan[:3]), *operands.values())
+
+    def call(own: Any, other: Any, todo: Any, steps: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return pl.pallas_call(
+            kernel,
+            out_shape=tuple(outs.values()),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=3,
+                grid=(cut.b, heads, steps, inner),
+                in_specs=[
+                    *(spec(n, x) for n, x in operands.items()),
+                    *[pl.BlockSpec(memory_space=pl.ANY)] * len(before),
+                ],
+                out_specs=tuple(spec(n, x) for n, x in outs.items()),
+                scratch_shapes=[
+                    pltpu.VMEM(shape, jnp.int32 if name.startswith("own_") else jnp.float32)
+                    for name, shape in shapes.items()
+                ],
+            ),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+            ),
+            cost_estimate=pl.CostEstimate(
+                flops=2 * products * pairs * max(x.shape[3] for x in wide),
+                transcendentals=pairs,
+                bytes_accessed=sum(math.prod(x.shape) * x.dtype.itemsize for x in wide) // len(plan.own),
+            ),
+            input_output_aliases={3 + len(operands) + i: i for i in range(len(before))},
+            interpret=target.tpu(),
+        )(own, other, todo, *arrays)
+
+    if not before:
+        lists = (jnp.asarray(x[0]) for x in plan[:3])
+        return dict(zip(outs, call(*lists, plan.length, *operands.values()), strict=True))
+    start = tuple(jnp.zeros(x.shape, x.dtype) for x in outs.values())
+
+    def walk_piece(made: tuple[jax.Array, ...], piece: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], None]:
+        return call(*piece, *operands.values(), *made), None
+
+    results, _ = lax.scan(walk_piece, start, tuple(jnp.asarray(x) for x in plan[:4]))
     return dict(zip(outs, results, strict=True))

@@ -9,9 +9,20 @@ import pytest
 
 from pallas_kernels import tiles
 from pallas_kernels.aot import compile_kernel
-from pallas_kernels.dispatch import KernelError, interpreted
-from pallas_kernels.flash_attention import FULL, PARTIAL, SKIP, Blocks, Mask, Tokens, flash_attention, tile_table
-from pallas_kernels.flash_attention.tpu_steps import Cut, step_count, steps
+from pallas_kernels.dispatch import KernelError, forget, interpreted, on_device
+from pallas_kernels.flash_attention import (
+    FULL,
+    PARTIAL,
+    SKIP,
+    Blocks,
+    Mask,
+    Tokens,
+    flash_attention,
+    tile_table,
+    tpu_steps,
+    tpu_walk,
+)
+from pallas_kernels.flash_attention.tpu_steps import Cut, pieces, step_counts, steps
 from pallas_kernels.gate import TPUS, configurations
 from tests.pallas_kernels.flash_attention.cases import FEATURES, covering, parameters
 from tests.pallas_kernels.flash_attention.test_values import check
@@ -47,11 +58,32 @@ def close(got, want, tolerance=2e-5):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, want)
 
 
-@pytest.mark.parametrize("case", short(2, parameters(CASES)))
+@pytest.mark.parametrize("case", short(1, parameters(CASES)))
 def test_values_and_gradients_are_as_exact_as_plain_ones(case, small_tiles, capsys):
     with interpreted(races=True):
         check(dict.fromkeys(FEATURES) | case, "mosaic_tpu", UNITS[case["dtype"]])
     assert "RACE" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options",
+    short(1, [{"segments": True, "causal": True}, {"causal": True}, {"causal": True, "window": 20, "positions": True}]),
+)
+def test_a_list_too_long_for_smem_is_walked_in_pieces(options, small_tiles, monkeypatch, capsys):
+    made = []
+
+    def spy(*arguments):
+        made.append(steps(*arguments))
+        return made[-1]
+
+    lists = B if "segments" in options or "positions" in options else 1
+    monkeypatch.setattr(tpu_steps, "MOST_STEPS", 3 * lists)  # a tile of keys meets all three of queries
+    monkeypatch.setattr(tpu_walk, "steps", spy)
+    case = {"dtype": "float32", "kind": "softmax", "lengths": (48, 48), "widths": (8, 8), "heads": (1, 1)}
+    with interpreted(races=True):
+        check(dict.fromkeys(FEATURES) | case | options, "mosaic_tpu", UNITS["float32"])
+    assert "RACE" not in capsys.readouterr().out
+    assert len(made) == 3 and all(len(plan.own) > 1 for plan in made)
 
 
 def test_a_table_of_blocks_decides_which_tiles_are_walked(small_tiles):
@@ -116,9 +148,12 @@ def cut(mask, s, t, segments=False, positions=False):
     return Cut(mask, B, s, t, 2, 1, 16, 32, segments, positions)
 
 
+@pytest.mark.parametrize("most", [tpu_steps.MOST_STEPS, 6])
 @pytest.mark.parametrize("own", ["queries", "keys"])
 @pytest.mark.parametrize("name", ["causal", "window", "segments", "positions", "blocks"])
-def test_every_tile_that_is_seen_is_met_once_and_no_other(name, own):
+def test_every_tile_that_is_seen_is_met_once_and_no_other(name, own, most, monkeypatch):
+    most *= B if name in ("segments", "positions") else 1
+    monkeypatch.setattr(tpu_steps, "MOST_STEPS", most)
     s, t = 96, 150
     random = np.random.default_rng(0)
     table = random.random((6, 5)) < 0.5
@@ -126,12 +161,17 @@ def test_every_tile_that_is_seen_is_met_once_and_no_other(name, own):
     pair = [np.sort(random.integers(0, 90, (B, n)), 1) for n in (s, t)]
     tokens = Tokens(*(pair if name == "segments" else (None, None)), *(pair if name == "positions" else (None, None)))
     tiling = cut(mask, s, t, name == "segments", name == "positions")
-    plan = jax.jit(lambda tokens: steps(tiling, tokens, own)[:3])(tokens)
+    *plan, used = (np.asarray(x) for x in jax.jit(lambda tokens: steps(tiling, tokens, own)[:4])(tokens))
     want = tile_table(mask, tokens, s=s, t=t, q_tile=16, k_tile=32, each=True).astype(int)
     want = want.swapaxes(1, 2) if own == "keys" else want
     if own == "queries":
         want[:, :, -1] = np.minimum(want[:, :, -1], PARTIAL)  # its last keys are not there
-    for mine, other, todo, state in zip(*(np.asarray(x).reshape(len(want), -1) for x in plan), want, strict=True):
+    count = len(used)
+    assert plan[0].shape[1] <= most and (count > 1) == (most <= 12)
+    plan = [x.reshape(count, len(want), -1) for x in plan]
+    for todo, most_used in zip(plan[2], used, strict=True):
+        assert not todo[:, most_used:].any() and todo[:, most_used - 1].any()
+    for mine, other, todo, state in zip(*(x.swapaxes(0, 1).reshape(len(want), -1) for x in plan), want, strict=True):
         met = np.full(state.shape, SKIP)
         for i, j, what in zip(mine, other, todo, strict=True):
             assert not what & 6 or met[i, j] == SKIP, "met twice"
@@ -144,13 +184,25 @@ def test_every_tile_that_is_seen_is_met_once_and_no_other(name, own):
 
 def test_causal_costs_half_the_steps_with_segments_too_and_a_window_a_constant_number():
     tile = 32  # twice the queries of a tile make tiles square
-    count = lambda n, mask, **data: step_count(Cut(mask, B, n * tile, n * tile, 2, 1, tile, tile, **data), "queries")  # noqa: E731
+    of = lambda n, mask, **data: Cut(mask, B, n * tile, n * tile, 2, 1, tile, tile, **data)  # noqa: E731
+    count = lambda *a, **data: step_counts(of(*a, **data), "queries").sum()  # noqa: E731
     none = {"segments": False, "positions": False}
     assert count(20, Mask(), **none) == 400
     assert count(20, Mask(True), **none) == 210
     assert count(20, Mask(True), segments=True, positions=False) == 210
     assert count(20, Mask(True, window=tile), **none) == 39
     assert count(20, Mask(True), segments=False, positions=True) == 400  # only the data knows
+
+
+def test_pieces_are_whole_tiles_as_few_as_can_be_and_about_equal():
+    causal = np.arange(1, 513)  # 512k tokens in tiles of 1024
+    for most in (65_536, 2000, 512):
+        ranges = pieces(causal, most)
+        sizes = [causal[start:stop].sum() for start, stop in ranges]
+        assert [i for start, stop in ranges for i in range(start, stop)] == list(range(512))
+        assert max(sizes) <= most and len(sizes) == pytest.approx(causal.sum() / most, rel=0.4, abs=1)
+    assert max(causal[start:stop].sum() for start, stop in pieces(causal, 65_536)) <= causal.sum() / 3 + 512
+    assert pieces(causal, 511) is None
 
 
 # ---- what it refuses, and what it compiles to
@@ -163,17 +215,32 @@ def test_causal_costs_half_the_steps_with_segments_too_and_a_window_a_constant_n
         ({"bias": 1.0}, "a bias is left to XLA"),
         ({"width": 320}, "at most 256 in a kernel, not 320"),
         ({"blocks": Blocks.of(np.ones((75, 2), bool), query=8, key=512)}, "multiple of 128 queries in a kernel, not 8"),
-        ({"length": 262144, "positions": True}, "bytes"),
+        ({"rows": 256, "length": 262144, "positions": True}, "may have to visit 131072 tiles in the 256 examples"),
     ],
     ids=["float16", "bias", "width", "blocks", "length"],
 )
 def test_an_unsupported_case_raises_with_the_reason(changes, words):
     length = changes.get("length", 600)
-    x = jax.ShapeDtypeStruct((1, length, 2, changes.get("width", 64)), changes.get("dtype", "float32"))
-    positions = jnp.zeros((1, length), jnp.int32) if changes.get("positions") else None
-    options = {n: changes[n] for n in ("bias", "blocks") if n in changes} | {"positions": positions, "causal": True}
+    rows = changes.get("rows", 1)
+    x = jax.ShapeDtypeStruct((rows, length, 2, changes.get("width", 64)), changes.get("dtype", "float32"))
+    positions = jax.ShapeDtypeStruct((rows, length), jnp.int32) if changes.get("positions") else None
+    options = {n: changes[n] for n in ("bias", "blocks") if n in changes} | {"causal": True}
+
+    def call(x, positions):
+        return flash_attention(x, x, x, positions=positions, **options, implementation="mosaic_tpu")
+
     with interpreted(), pytest.raises(KernelError, match=words):
-        jax.eval_shape(lambda x: flash_attention(x, x, x, **options, implementation="mosaic_tpu"), x)
+        jax.eval_shape(call, x, positions)
+
+
+def test_a_long_sequence_without_a_kernel_is_logged_on_a_tpu(caplog):
+    forget()
+    for length in (8192, 524288):
+        x = jax.ShapeDtypeStruct((1, length, 1, 320), "bfloat16")
+        with on_device("TPU v6 lite"):
+            jax.eval_shape(lambda x: flash_attention(x, x, x, causal=True), x)
+        assert len(caplog.messages) == (length == 524288)
+    assert caplog.messages[0].startswith("flash_attention on TPU v6 lite: xla; not mosaic_tpu: head_dim has to be at")
 
 
 @pytest.mark.tpu_aot

@@ -25,6 +25,7 @@ from pallas_kernels.errors import KernelError
 __all__ = [
     "HOPPER",
     "JAX_VERSION",
+    "NO_FLOAT16",
     "Choice",
     "Implementation",
     "KernelError",
@@ -43,6 +44,9 @@ JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 """Names, one of which the device kind of each GPU of compute capability 9.0 contains."""
+
+NO_FLOAT16 = "Mosaic loads no float16 on a TPU, which computes in bfloat16 and float32; XLA converts float16"
+"""Why float16 has no kernel on TPUs: the compilers for v5e, v5p, v6e and tpu7x refuse loads and stores of it."""
 
 _THREADS = 4  # at most three warpgroups, and the program around the kernel
 _STAND_IN = {"tpu": "TPU v5 lite", "cuda": "NVIDIA H200"}  # device kind that an interpreted kernel is given

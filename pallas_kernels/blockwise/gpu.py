@@ -59,15 +59,24 @@ def as_matrix(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[int, int, 
     size, block = math.prod(shape), math.prod(tile)
     if not size:
         return "the array is empty"
-    if tile[-1] == block and block % LANES == 0:  # a run within a row: `high` rows of 128
+    if _is_run(shape, tile) and block % LANES == 0:  # seen as `high` rows of 128
         return size // LANES, LANES, block // LANES
     if tile[-1] != LANES:
-        return f"a tile's last dimension is {LANES} in a kernel, and the tile is {tile}"
+        return (
+            f"a tile's last dimension is {LANES}, or it is a run of a multiple of it in memory, in a kernel; "
+            f"the tile is {tile}"
+        )
     tall = [i for i, t in enumerate(tile[:-1]) if t > 1]
     if len(tall) != 1:
         return f"one dimension besides the last may be tiled in a kernel, and the tile is {tile}"
     (k,) = tall
     return math.prod(shape[: k + 1]), math.prod(shape[k + 1 :]), tile[k]
+
+
+def _is_run(shape: tuple[int, ...], tile: tuple[int, ...]) -> bool:
+    """Whether a tile's elements are neighbours in memory: part of a row, or whole heads, (1, 2, 64) of (E, H, 64)."""
+    first = next((i for i, t in enumerate(tile) if t > 1), len(tile) - 1)
+    return tile[first + 1 :] == shape[first + 1 :]
 
 
 def run(
@@ -214,6 +223,7 @@ def configurations(op: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
             continue
         for name, shape, tile in examples.LLAMA:
             yield case(f"adamw {key['param']} {name}", ADAMW, shape, tile, *dtypes)
+        yield case(f"adamw {key['param']} heads of 64", ADAMW, (2048, 4, 64), (1, 2, 64), *dtypes)
         for rule in [r for r in RULES.values() if r not in (ADAMW, LION)]:
             yield case(f"{rule.name} {key['param']}", rule, (4096, 1792), (1, 128), *dtypes)
         yield case(f"update {key['param']}", ADAMW, (4096, 1792), (1, 128), *dtypes, apply=False)

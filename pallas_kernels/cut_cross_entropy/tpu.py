@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.cut_cross_entropy.inputs import Inputs, Logits, Parts
-from pallas_kernels.dispatch import Target
+from pallas_kernels.dispatch import NO_FLOAT16, Target
 from pallas_kernels.flash_attention.tpu_steps import LANES
 from pallas_kernels.flash_attention.tpu_walk import VMEM_LIMIT, column, product
 from pallas_kernels.softmax.pairs import pair
@@ -48,7 +48,7 @@ def supported(
     if direction != "forward":
         return "the backward pass is XLA's, in pieces of the vocabulary"
     if "float16" in (dtype, w_dtype):
-        return "TPUs compute in bfloat16 and float32; XLA converts float16"
+        return NO_FLOAT16
     if not x[0]:
         return "there are no tokens"
     if tile_bytes(*FEWEST, x[1], dtype, w_dtype) > TILES:

@@ -4,7 +4,8 @@ There are as many blocks as multiprocessors, and each takes an equal stretch of 
 tiles (`split`). A block has one warpgroup that copies tiles by TMA, page by page in the order of the row's table, and
 two that compute, each with its half of a tile's keys and all queries of the key head: 64 rows of a wgmma, most of them
 empty, which costs nothing since memory is the bottleneck. Each writes a part for every row and head of its stretch, and
-XLA merges the parts.
+XLA merges the parts. Where heads are wider than 192 or values than 128, one warpgroup computes: its output takes 128
+registers of each thread, of which three warpgroups have 168 and two have 255.
 
 A page that no query sees is not read. Keys and values that no query sees, in a page that some query sees, have weight 0
 and have to be finite: they are multiplied.
@@ -68,12 +69,12 @@ def supported(
     if v is None:
         return "values that are stored in the keys are left to XLA"
     (_, page, kv, d), dv, rows = k, settings.value_dim, q[1] * q[2] // k[2]
-    if d % 16 or dv % 16 or not (64 <= d <= 192 and 64 <= dv <= 128):
-        return f"a kernel takes keys of width 64 to 192 and values of 64 to 128, multiples of 16, not {d} and {dv}"
+    if d % 16 or dv % 16 or not (64 <= d <= 256 and 64 <= dv <= 256):
+        return f"a kernel takes keys and values of width 64 to 256, multiples of 16, not {d} and {dv}"
     if rows > ROWS:
         return f"{q[1]} queries with {q[2] // kv} heads per key head are {rows} rows, and a tile has {ROWS}"
     tile = _tile(target, d, dv)
-    half = tile["keys"] // WARPGROUPS
+    half = tile["keys"] // warpgroups(d, dv)
     if page % 8 or (page < tile["keys"] and half % page):
         return f"a page has a multiple of 8 keys that divides {half} in a kernel, or {tile['keys']} or more, not {page}"
     if shared_memory(d, dv, tile) > SHARED_MEMORY:
@@ -82,13 +83,20 @@ def supported(
 
 
 def _tile(target: Target, d: int, dv: int) -> dict[str, Any]:
+    if warpgroups(d, dv) == 1:
+        d, dv = WIDTHS[-1]
     return lookup("decode_attention", target.kind, width=d, values=dv)
+
+
+def warpgroups(d: int, dv: int) -> int:
+    """Return how many warpgroups compute: an output wider than 128 takes the registers of a thread of two."""
+    return 1 if d > 192 or dv > 128 else WARPGROUPS
 
 
 def shared_memory(d: int, dv: int, tile: dict[str, Any]) -> int:
     """Return bytes of a block's buffers."""
     ring = tile["slots"] * tile["keys"] * (d + dv) + tile["queries"] * ROWS * d
-    return 2 * ring + 4 * WARPGROUPS * ROWS * (_columns(dv) + 1) + _SPARE
+    return 2 * ring + 4 * warpgroups(d, dv) * ROWS * (_columns(dv) + 1) + _SPARE
 
 
 def _columns(dv: int) -> int:
@@ -124,7 +132,7 @@ def run(target: Target, inputs: Inputs, *, settings: Settings, **_: Any) -> tupl
     pairs = jnp.where(end > begin, pair_of(end - 1) - pair + 1, 0)
     plan = jnp.stack([begin, end, pair, pairs], 1)
     out, lse = parts(target, packed, inputs, at, tables, plan, of_rows, first.reshape(1), settings, tiles, tile, rows)
-    out, lse = merged(out, lse, assigned, heads=kv, inner=WARPGROUPS)
+    out, lse = merged(out, lse, assigned, heads=kv, inner=warpgroups(d, dv))
     ungroup = lambda x: x[:, :rows].reshape(b, kv, h // kv, n, *x.shape[2:])  # noqa: E731
     out, lse = ungroup(out).transpose(0, 3, 1, 2, 4), ungroup(lse).transpose(0, 3, 1, 2)
     return out.reshape(b, n, h, dv), lse.reshape(b, n, h)
@@ -164,7 +172,9 @@ def parts(
     assert v is not None
     (b, kv, _, d), dv, entries, total = q.shape, v.shape[3], tables.shape[1], k.shape[0]
     keys, slots, q_slots, workers = tile["keys"], tile["slots"], tile["queries"], tile["workers"]
-    half, columns, written = keys // WARPGROUPS, _columns(dv), -(-rows // 8) * 8
+    computing = warpgroups(d, dv)
+    half, columns, written = keys // computing, _columns(dv), -(-rows // 8) * 8
+    registers_move = computing > 1 and not target.interpret  # two computing have as many as there are from the start
     piece = min(tiles.page, half)  # keys of one copy
     copies = keys // piece
     shape = (ROWS, half)
@@ -200,9 +210,9 @@ def parts(
             origin = lax.min(regular, tiles.page - keys)
             return origin, regular - origin
 
-        @pl.when(wg < WARPGROUPS)
+        @pl.when(wg < computing)
         def _() -> None:
-            if not target.interpret:
+            if registers_move:
                 plgpu.set_max_registers(216, action="increase")
 
             def places(n: Any) -> Any:
@@ -281,9 +291,9 @@ def parts(
             lax.fori_loop(0, pairs, attend, 0)
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(wg == WARPGROUPS)
+        @pl.when(wg == computing)
         def _() -> None:
-            if not target.interpret:
+            if registers_move:
                 plgpu.set_max_registers(72, action="decrease")
 
             def bring(i: Any, done: Any) -> Any:
@@ -323,25 +333,25 @@ def parts(
     return plgpu.kernel(
         kernel,
         out_type=(
-            jax.ShapeDtypeStruct((made, WARPGROUPS, written, dv), jnp.float32),
-            jax.ShapeDtypeStruct((made, WARPGROUPS, written), jnp.float32),
+            jax.ShapeDtypeStruct((made, computing, written, dv), jnp.float32),
+            jax.ShapeDtypeStruct((made, computing, written), jnp.float32),
         ),
         grid=(workers,),
         grid_names=("block",),
-        num_threads=WARPGROUPS + 1,
+        num_threads=computing + 1,
         thread_name="wg",
         scratch_types=[
             buffer(q_slots, ROWS, d),
-            buffer(slots, WARPGROUPS, half, d),
-            buffer(slots, WARPGROUPS, half, dv),
-            buffer(WARPGROUPS, ROWS, columns, dtype=jnp.float32),
-            plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
+            buffer(slots, computing, half, d),
+            buffer(slots, computing, half, dv),
+            buffer(computing, ROWS, columns, dtype=jnp.float32),
+            plgpu.SMEM((computing, ROWS), jnp.float32),
             barrier(num_barriers=q_slots),
             barrier(num_arrivals=copies, num_barriers=slots),
             barrier(num_arrivals=copies, num_barriers=slots),
-            barrier(num_arrivals=WARPGROUPS, num_barriers=q_slots),
-            barrier(num_arrivals=WARPGROUPS, num_barriers=slots),
-            barrier(num_arrivals=WARPGROUPS, num_barriers=slots),
+            barrier(num_arrivals=computing, num_barriers=q_slots),
+            barrier(num_arrivals=computing, num_barriers=slots),
+            barrier(num_arrivals=computing, num_barriers=slots),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **({"cost_estimate": cost(inputs, settings)} if JAX_VERSION >= (0, 12) else {}),  # an argument since 0.12
@@ -356,7 +366,7 @@ def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any
             yield f"{width[0]}/{width[1]} {name}", *examples.case(run, d=width[0], dv=width[1], **options)
 
 
-WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128))
+WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 """Widths of keys and values that have tiles in the table."""
 
 FEATURES: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.decode_attention import examples
 from pallas_kernels.decode_attention.inputs import Inputs, Settings
 from pallas_kernels.decode_attention.split import Tiles, bounds, cost, merged, shares
-from pallas_kernels.dispatch import Target
+from pallas_kernels.dispatch import NO_FLOAT16, Target
 from pallas_kernels.flash_attention.tpu_steps import LANES
 from pallas_kernels.flash_attention.tpu_walk import VMEM_LIMIT, product, units
 from pallas_kernels.tiles import lookup
@@ -47,7 +47,7 @@ def supported(
     if settings.codes:
         return "keys and values of 8 bits are left to XLA"
     if dtype == "float16":
-        return "TPUs compute in bfloat16 and float32; XLA converts float16"
+        return NO_FLOAT16
     rows = q[1] * q[2]
     if k[2] == 1:
         return "a single key head has another memory layout on a TPU, and would have to be copied for a kernel"

@@ -29,8 +29,9 @@ def candidates(platform: str, key: Key) -> Iterator[dict[str, int]]:
         for columns, workers in itertools.product((2048, 4096, 1024), (1, 2)):
             yield {"columns": columns, "workers": workers}
         return
-    for size, slots, queries in itertools.product((128, 256), (4, 3, 2, 1), (2, 1)):
-        tile = {"keys": size, "slots": slots, "queries": queries, "workers": 132}
+    warpgroups = gpu.warpgroups(key["width"], key["values"])
+    for size, slots, queries in itertools.product((64, 128), (4, 3, 2, 1), (2, 1)):
+        tile = {"keys": size * warpgroups, "slots": slots, "queries": queries, "workers": 132}
         if gpu.shared_memory(key["width"], key["values"], tile) <= SHARED_MEMORY:
             yield tile
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pallas_kernels.dispatch import Target
+from pallas_kernels.dispatch import NO_FLOAT16, Target
 from pallas_kernels.flash_attention import examples
 from pallas_kernels.flash_attention.inputs import Inputs, Settings
 from pallas_kernels.flash_attention.masks import Mask
@@ -49,7 +49,7 @@ def supported(
       dtype: of q, k and v.
     """
     if dtype == "float16":
-        return "TPUs compute in bfloat16 and float32; XLA converts float16"
+        return NO_FLOAT16
     if bias is not None:
         return "a bias is left to XLA, which adds it while it computes the scores"
     if max(q[3], v[3]) > WIDEST:

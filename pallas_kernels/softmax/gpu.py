@@ -24,6 +24,9 @@ from pallas_kernels.softmax.gpu_twice import rows_twice
 from pallas_kernels.softmax.pairs import HIGHEST
 from pallas_kernels.tiles import entries, lookup
 
+_XLA_ONCE = (
+    16384  # columns up to which XLA's softmax on an H200 is one kernel, which reads once; beyond, it reads thrice
+)
 _WARPGROUPS = 4  # number that share a row which is too long for shared memory
 
 
@@ -60,7 +63,8 @@ def _unfit(target: Target, columns: int, masked: bool) -> str | None:
     if masked:
         return "a mask is left to XLA, which fuses it with its own reads"
     if columns % 128:
-        return f"TMA copies rows with a multiple of 128 columns, not {columns}"
+        once = f", and XLA reads a row of at most {_XLA_ONCE} once, too" if columns <= _XLA_ONCE else ""
+        return f"TMA copies rows with a multiple of 128 columns, not {columns}{once}"
     if columns < 1024 and not target.interpret:
         return f"a row of {columns} columns is too short for a warpgroup; the kernel is faster from 1024 columns on"
     return None

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.dispatch import Target
+from pallas_kernels.dispatch import NO_FLOAT16, Target
 from pallas_kernels.softmax.pairs import HIGHEST, LOWEST
 from pallas_kernels.tiles import entries, lookup
 
@@ -33,7 +33,7 @@ def supported(target: Target, *, rows: int, columns: int, dtype: str, masked: bo
     if masked:
         return "a mask is left to XLA, which fuses it with its own reads"
     if dtype == "float16":
-        return "TPUs compute in bfloat16 and float32; XLA converts float16"
+        return NO_FLOAT16
     return None
 
 

@@ -18,12 +18,13 @@ TPU = pytest.mark.tpu_aot
 X = jax.ShapeDtypeStruct((16, 256), jnp.float32)
 
 
-def _double(block):
+def _double(block, dtype=jnp.float32):
     def kernel(x, o):
         o[...] = x[...] * 2
 
     spec = pl.BlockSpec(block, lambda i: (i, 0))
-    return pl.pallas_call(kernel, out_shape=X, grid=(16 // block[0],), in_specs=[spec], out_specs=spec)
+    made = jax.ShapeDtypeStruct(X.shape, dtype)
+    return pl.pallas_call(kernel, out_shape=made, grid=(16 // block[0],), in_specs=[spec], out_specs=spec)
 
 
 def test_products_that_need_triton_autotuning_use_cublas_with_a_warning(caplog):
@@ -45,6 +46,13 @@ def test_products_that_need_triton_autotuning_use_cublas_with_a_warning(caplog):
 @pytest.mark.parametrize("topology", gate.TPUS)
 def test_a_kernel_compiles_for_every_tpu(topology):
     assert gate.gate_tpu(_double((8, 256)), (X,), topology) is None
+
+
+@TPU
+@pytest.mark.parametrize("topology", gate.TPUS)
+def test_mosaic_loads_no_float16_and_so_no_kernel_takes_it(topology):
+    half = jax.ShapeDtypeStruct(X.shape, jnp.float16)
+    assert "does not compile" in gate.gate_tpu(_double((16, 256), jnp.float16), (half,), topology)
 
 
 @TPU

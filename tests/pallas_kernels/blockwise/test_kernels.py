@@ -71,6 +71,7 @@ def test_the_tpu_kernel_takes_other_formats_gradients_and_gives_updates():
         ((32, 3, 128), (2, 1, 128)),
         ((2, 16, 128), (1, 2, 128)),
         ((4096,), (256,)),
+        ((8, 4, 64), (1, 2, 64)),  # two whole heads lie side by side
         ((2, 2048), (1, 256)),
         ((8, 128), (1, 128)),
         ((32, 128), (4, 128)),

@@ -24,6 +24,9 @@ CASES = {
     "small pages dealt out, window, softcap": dict(
         dtype="bfloat16", widths=(64, 64), heads=(4, 2), queries=3, pages=(8, 9), stride=2, window=30, softcap=2.0
     ),
+    "wide heads, one computing warpgroup": dict(
+        dtype="bfloat16", widths=(256, 256), heads=(4, 2), queries=1, pages=(16, 5), window=40
+    ),
     "an odd page, unlike widths": dict(dtype="float16", widths=(80, 64), heads=(2, 2), queries=2, pages=(72, 1)),
 }
 
@@ -52,7 +55,7 @@ SHAPES = {"q": (2, 1, 8, 128), "k": (64, 16, 2, 128), "v": (64, 16, 2, 128)}
     ("change", "message"),
     [
         (dict(dtype="float32"), "float32 is left to XLA"),
-        (dict(q=(2, 1, 8, 72), k=(64, 16, 2, 72)), "width 64 to 192 and values of 64 to 128, multiples of 16"),
+        (dict(q=(2, 1, 8, 72), k=(64, 16, 2, 72)), "width 64 to 256, multiples of 16"),
         (dict(v=None), "values that are stored in the keys"),
         (dict(q=(2, 20, 8, 128)), "80 rows, and a tile has 64"),
         (dict(k=(64, 24, 2, 128), v=(64, 24, 2, 128)), "a multiple of 8 keys that divides 64 .* not 24"),
@@ -68,7 +71,7 @@ def test_an_unsupported_case_raises_with_the_reason(change, message):
 
 
 @pytest.mark.gpu_aot
-@pytest.mark.parametrize("name", ["128/128 pages of 16, window, 4 queries"])
+@pytest.mark.parametrize("name", ["128/128 pages of 16, window, 4 queries", "256/256 odd length, window, softcap"])
 def test_it_compiles_without_spills_and_fits_in_shared_memory(name):
     fn, shapes = next((fn, shapes) for n, fn, shapes in configurations("decode_attention", "gpu") if n == name)
     reports = kernel_reports(fn, *shapes)

@@ -164,20 +164,20 @@ def read() -> dict[str, dict[str, Any]]:
 
 
 def table() -> str:
-    """Return the table of cells, and the errors of both methods and of the one that a plan uses."""
+    """Return the table of cells, and for held-out ones the errors of both methods and of the one that a plan uses."""
     rows = list(read().values())
-    head = ("model", "chip", "dispatcher", "mesh", "compiled, GiB", "formulas", "traced", "seen before")
+    head = ("model", "chip", "dispatcher", "mesh", "compiled, GiB", "formulas", "traced", "first compared")
     out = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for r in rows:
         ratios = {name: f"{r[name] / r['compiled']:.3f}" if r[name] else "" for name in ("formulas", "traced")}
         ratios[r["method"]] = f"**{ratios[r['method']]}**"
-        seen = "yes" if r["cell"] in SEEN else ""
-        size = f"{r['compiled'] / 2**30:.2f}"
-        out.append(f"| {' | '.join((*r['cell'].split(' '), size, *ratios.values(), seen))} |")
-    rows = [r for r in rows if r["cell"] not in SEEN]
-    pairs = {name: [(r[name], r["compiled"]) for r in rows if r[name]] for name in ("formulas", "traced")}
-    for name, each in (pairs | {"plan": [(r[r["method"]], r["compiled"]) for r in rows]}).items():
-        errors = [abs(size / compiled - 1) for size, compiled in each]
+        size, opened = f"{r['compiled'] / 2**30:.2f}", f"{r['opened']:.3f}" if "opened" in r else ""
+        out.append(f"| {' | '.join((*r['cell'].split(' '), size, *ratios.values(), opened))} |")
+    rows = [r for r in rows if "opened" in r]
+    of = {name: [r[name] / r["compiled"] for r in rows if r[name]] for name in ("formulas", "traced")}
+    of |= {"plan": [r[r["method"]] / r["compiled"] for r in rows], "plan, first compared": [r["opened"] for r in rows]}
+    for name, each in of.items():
+        errors = [abs(ratio - 1) for ratio in each]
         within, median, worst = sum(e <= 0.1 for e in errors), statistics.median(errors), max(errors)
         out.append(f"\n{name}: {within} of {len(errors)} within 10%, median {median:.1%}, worst {worst:.1%}")
     return "\n".join(out)
@@ -208,6 +208,8 @@ def main() -> None:
                 print(f"{name}: not compiled in {row['seconds']} s", flush=True)
                 continue
             row = {"cell": name, **row, **about(), **predicted(cells[name])}
+            if name not in SEEN:
+                row["opened"] = round(row[row["method"]] / row["compiled"], 4)
             with ROWS.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             print(row, flush=True)

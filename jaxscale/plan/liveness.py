@@ -47,12 +47,14 @@ class Habits:
       asynchronous_sums: the operand of a sum over devices stays in memory until the sum is read, in a loop until the
         iteration ends.
       copies_stacks: stacks of weights in the dtype of products are copied to other tiles before a loop.
+      keeps_stacks: a loop's results do not reuse the memory of stacks whose rows it reads.
     """
 
     late: bool = False
     gathers_first: bool = False
     asynchronous_sums: bool = False
     copies_stacks: bool = False
+    keeps_stacks: bool = False
 
     @classmethod
     def of(cls, hardware: Topology) -> Habits:
@@ -61,7 +63,7 @@ class Habits:
         Args:
           hardware: the topology.
         """
-        return _HABITS.get(hardware.chip.name, cls())
+        return _HABITS.get(hardware.chip.name, cls(keeps_stacks=hardware.chip.platform == "gpu"))
 
 
 _HABITS = {
@@ -269,7 +271,8 @@ class _Block:
                 if n in donated and not left[donated[n]] and (donated[n] not in op.reads or not _needs_own_buffer(op)):
                     continue
                 in_place = op.name in _IN_PLACE and not (self._habits.asynchronous_sums and is_sum(op))
-                reused = next((d for d in dying if live[d].size == size), None) if in_place else None
+                stays = {stack for stack, _ in op.rows.values()} if self._habits.keeps_stacks else ()
+                reused = next((d for d in dying if live[d].size == size and d not in stays), None) if in_place else None
                 if reused is not None:
                     dying.remove(reused)
                     made[n] = live.pop(reused)

@@ -316,7 +316,11 @@ class Walk:
                     self.send(sent, scopes, eqn)
             made = self.new(after, value.dtype, value.flops)
             sliced = not value.boxes.partial and _finer(after, value.boxes)
-            self.record.reshard(value.number, var, made.number, after, scopes, dtype=value.dtype, sliced=sliced)
+            each = zip(value.boxes.split[1:], after.split[1:], strict=True)
+            inner = any({*before} - {*now} for before, now in each)
+            self.record.reshard(
+                value.number, var, made.number, after, scopes, dtype=value.dtype, sliced=sliced, inner=inner
+            )
             self.cache[key] = [made]
         self.record.resharded[value.number] = self.cache[key][0].number
         return self.cache[key][0]

@@ -45,6 +45,7 @@ class Operation:
       length: iterations of a loop.
       results: results of a branch, by their numbers in the branch.
       scratch: temporary bytes while the operation runs, besides its results.
+      inner: whether it gathers shards along another dimension than the first.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Operation:
     length: int = 1
     results: tuple[int, ...] = ()
     scratch: int = 0
+    inner: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +114,7 @@ class Recorder:
         *,
         dtype: DTypeLike | None = None,
         sliced: bool,
+        inner: bool,
     ) -> None:
         """Record a change of sharding.
 
@@ -124,12 +127,13 @@ class Recorder:
           dtype: the dtype in which a partial sum is reduced, if not its own: a cast of the result is fused into its
             users.
           sliced: whether each device only slices its own shard.
+          inner: see `Operation`.
         """
         name = "slice" if sliced else "reshard"
         size = self.bytes_of(var, after)
         if dtype is not None and hasattr(var.aval, "dtype"):
             size = size * jnp.dtype(dtype).itemsize // var.aval.dtype.itemsize
-        self.operations.append(Operation(name, (number,), {made: size}, scope, self.sent))
+        self.operations.append(Operation(name, (number,), {made: size}, scope, self.sent, inner=inner))
         self.sent = ()
 
     def operation(
@@ -148,7 +152,9 @@ class Recorder:
         writes = {n: self.bytes_of(v, boxes, repeated) for v, n, boxes in made if n not in operands}
         self._repeated |= dict.fromkeys(writes, repeated)
         scratch = self._masked(eqn) if self.platform == "cuda" and eqn.primitive.name.startswith("ragged_dot") else 0
-        self.operations.append(Operation(eqn.primitive.name, operands, writes, scope, self.sent, scratch=scratch))
+        inner = eqn.params.get("all_gather_dimension", 0) > 0
+        made_by = Operation(eqn.primitive.name, operands, writes, scope, self.sent, scratch=scratch, inner=inner)
+        self.operations.append(made_by)
         self.sent = ()
 
     def _masked(self, eqn: Any) -> int:

@@ -45,7 +45,10 @@ def rewritten(program: Program, hardware: Topology, *, copied_stacks: bool) -> t
     """
     numbers = itertools.count(-1, -1)
     operations = _with_whole_sums(program.operations, hardware, numbers)
-    operations = _with_hoisted_casts(operations, numbers, program.narrow if copied_stacks else frozenset())
+    if hardware.chip.platform == "tpu":
+        operations = _with_hoisted_casts(operations, numbers, program.narrow if copied_stacks else frozenset())
+    else:
+        operations = _with_transposed_stacks(operations, numbers)
     operations = _with_sums_combined(operations, numbers)
     return _with_sums_after_loops(operations, numbers)
 
@@ -172,6 +175,37 @@ def _with_hoisted_casts(
                     reads += u.writes
             remaining = tuple(inner for inner in body if id(inner) not in gone)
             op = dataclasses.replace(op, body=remaining, rows=rows, reads=tuple(reads))
+        result.append(op)
+    return tuple(result)
+
+
+def _with_transposed_stacks(operations: Sequence[Operation], numbers: Iterator[int]) -> tuple[Operation, ...]:
+    """Copy stacks of weights before loops that gather their rows along another dimension than the first.
+
+    XLA for GPUs gathers along the dimension that is outermost in memory, so it transposes such stacks first. It casts
+    rows in the loop.
+    """
+    result: list[Operation] = []
+    name = _Names(operations)
+    copies: dict[int, int] = {}
+    for op in operations:
+        if op.name == "loop":
+            op = dataclasses.replace(op, body=_with_transposed_stacks(op.body, numbers))
+            inside = _Names(op.body)
+            same = {n: inside(u.reads[0]) for u in op.body if u.name == "convert_element_type" for n in u.writes}
+            gathered = {inside(n) for u in op.body if u.inner for n in u.reads}
+            gathered |= {same[n] for n in gathered if n in same}
+            rows, reads = dict(op.rows), [*op.reads]
+            for row, (stack, size) in op.rows.items():
+                if inside(row) in gathered and size * op.length > _LARGE:
+                    whole = name(stack)
+                    if whole not in copies:
+                        copies[whole] = next(numbers)
+                        made = {copies[whole]: size * op.length}
+                        result.append(Operation("gather", (stack,), made, "transposed copies of weights"))
+                    rows[row] = copies[whole], size
+                    reads.append(copies[whole])
+            op = dataclasses.replace(op, rows=rows, reads=tuple(reads))
         result.append(op)
     return tuple(result)
 

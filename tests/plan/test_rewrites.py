@@ -16,7 +16,7 @@ from jaxscale.plan.partition import partitioned
 from jaxscale.plan.program import ALIAS, Operation, Program
 from jaxscale.plan.rewrites import rewritten
 
-V5E, V5P, V7X = (topology(name) for name in ("v5e:2x2", "v5p:2x2x1", "tpu7x:2x2x1"))
+V5E, V5P, V7X, H200 = (topology(name) for name in ("v5e:2x2", "v5p:2x2x1", "tpu7x:2x2x1", "h200:4"))
 LAYOUT = js.Layout("fsdp=4").abstract(4)
 MATRIX = jax.ShapeDtypeStruct((256, 256), jnp.float32)
 SIZE = 256 * 256 * 4
@@ -106,6 +106,26 @@ def test_casts_of_what_a_loop_does_not_change_are_made_before_it():
     program = Program((loop(cast, product, carried={5: (2, 12, SHARD)}, reads=(3, 2)),), {2: SHARD, 3: SHARD}, (12,))
     first, after = rewritten(program, V5E, copied_stacks=False)
     assert first == cast and after.body == (product,) and 22 in after.reads
+
+
+def test_stacks_whose_rows_a_gpu_gathers_along_an_inner_dimension_are_copied_and_not_cast():
+    cast = Operation("convert_element_type", (20,), {21: SHARD // 2})
+    gathered = {inner: Operation("all_gather", (21,), {12: WHOLE}, inner=inner) for inner in (False, True)}
+    steps = {i: loop(cast, op, rows={20: (1, SHARD)}, reads=(1,), carried={}) for i, op in gathered.items()}
+    assert rewritten(Program((steps[False],), {1: 4 * SHARD}, (12,)), H200, copied_stacks=False) == (steps[False],)
+    program = Program((steps[True], steps[True]), {1: 4 * SHARD}, (12,))
+    copy, *after = rewritten(program, H200, copied_stacks=False)
+    ((number, size),) = copy.writes.items()
+    assert size == 4 * SHARD and copy.reads == (1,)  # one copy for both loops, in the dtype of the stack
+    assert all(op.rows == {20: (number, SHARD)} and op.body == steps[True].body for op in after)
+
+
+def test_the_shards_of_an_inner_dimension_are_gathered_along_it():
+    inner = {}
+    for split in (((), ("fsdp",)), (("fsdp",), ())):
+        program = partitioned(lambda x: x @ x, (MATRIX,), [Boxes(split)], LAYOUT, platform="cuda").program
+        inner[split] = [op.inner for op in program.operations if op.sent]
+    assert [*inner.values()] == [[True], [False]]
 
 
 def test_the_operand_of_a_sum_stays_on_a_tpu7x_until_the_iteration_ends():

@@ -1,4 +1,4 @@
-"""Rewrites of a partitioned program that XLA for TPUs makes before it allocates memory.
+"""Rewrites of a partitioned program that XLA makes before it allocates memory, for TPUs where nothing else is said.
 
 Each was seen in compiled programs (`experiments/planner_accuracy/MEMORY.md`):
 
@@ -6,7 +6,8 @@ Each was seen in compiled programs (`experiments/planner_accuracy/MEMORY.md`):
 * casts to a smaller dtype are moved out of loops; a cast of rows becomes a cast of the whole stack;
 * two arrays that are both summed over devices are added first, such as the two gradients of a tied embedding;
 * a sum that a loop accumulates in its carry is reduced over devices after the loop; the carry is not sharded;
-* on some chips, stacks of weights that need no cast are copied to another tiling.
+* on some chips, stacks of weights that need no cast are copied to another tiling;
+* on GPUs, stacks of weights that are sharded along an inner dimension are transposed before a loop, and casts stay in it.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ def rewritten(program: Program, hardware: Topology, *, copied_stacks: bool) -> t
     """
     numbers = itertools.count(-1, -1)
     operations = _with_whole_sums(program.operations, hardware, numbers)
-    if hardware.chip.platform == "tpu":
-        operations = _with_hoisted_casts(operations, numbers, program.narrow if copied_stacks else frozenset())
-    else:
+    if hardware.chip.platform == "gpu":
         operations = _with_transposed_stacks(operations, numbers)
+    else:
+        operations = _with_hoisted_casts(operations, numbers, program.narrow if copied_stacks else frozenset())
     operations = _with_sums_combined(operations, numbers)
     return _with_sums_after_loops(operations, numbers)
 

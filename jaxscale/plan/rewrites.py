@@ -7,7 +7,7 @@ Each was seen in compiled programs (`experiments/planner_accuracy/MEMORY.md`):
 * two arrays that are both summed over devices are added first, such as the two gradients of a tied embedding;
 * a sum that a loop accumulates in its carry is reduced over devices after the loop; the carry is not sharded;
 * on some chips, stacks of weights that need no cast are copied to another tiling;
-* on GPUs, stacks of weights that are sharded along an inner dimension are transposed before a loop, and casts stay in it.
+* on GPUs, stacks of weights that are sharded along an inner dimension are transposed before a loop; casts stay in it.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ __all__ = [
     "Implementation",
     "KernelError",
     "Target",
+    "best",
     "choosing",
     "chosen",
     "device",
@@ -224,13 +225,24 @@ def dispatch(
     here = device()
     if implementation is not None:
         return _run_named(op, implementations, arrays, case, implementation, here)
-    fallback, best = implementations[-1], _best(op, implementations, here, case, large)
+    fallback, (one, _) = implementations[-1], _best(op, implementations, here, case, large)
     default = _bind(fallback, here, case)
-    if best is fallback:
+    if one is fallback:
         return default(*arrays)
     # Lowered for another platform than that of the device in scope, the program runs the last implementation.
-    kernel = _differentiated_once(op, _bind(best, here, case))
+    kernel = _differentiated_once(op, _bind(one, here, case))
     return lax.platform_dependent(*arrays, default=default, **{here.platform: kernel})
+
+
+def best(op: str, implementations: Sequence[Implementation], case: dict[str, Any]) -> Choice:
+    """Return and record what `dispatch` chooses for the device in scope, without running it.
+
+    Args:
+      op: see `dispatch`.
+      implementations: likewise.
+      case: likewise.
+    """
+    return _best(op, implementations, device(), case, False)[1]
 
 
 def _bind(chosen: Implementation, target: Target, case: dict[str, Any]) -> Callable[..., Any]:
@@ -253,7 +265,7 @@ def _differentiated_once(op: str, kernel: Callable[..., Any]) -> Callable[..., A
 
 def _best(
     op: str, implementations: Sequence[Implementation], target: Target, case: dict[str, Any], large: bool
-) -> Implementation:
+) -> tuple[Implementation, Choice]:
     why_not: list[tuple[str, str]] = []
     for one in implementations:
         if one.platforms and target.platform not in one.platforms:
@@ -262,8 +274,7 @@ def _best(
             continue
         why = _why_not(op, one, target, case)
         if why is None:
-            _record(op, target, one, tuple(why_not), case, large)
-            return one
+            return one, _record(op, target, one, tuple(why_not), case, large)
         why_not.append((one.name, why))
     raise KernelError(f"{op} cannot run on {target.kind or target.platform}: {'; '.join(w for _, w in why_not)}")
 
@@ -332,7 +343,7 @@ def _record(
     why_not: tuple[tuple[str, str], ...],
     case: dict[str, Any],
     large: bool = False,
-) -> None:
+) -> Choice:
     choice = Choice(op, target.platform, target.kind, one.name, why_not, tuple(case.items()))
     line = op, target.kind, one.name
     if (large or target.platform in ("cuda", "rocm")) and why_not and line not in _logged:
@@ -340,6 +351,7 @@ def _record(
         _log.warning("%s", choice)
     for record in (_chosen, *_listening):
         record[choice.op, choice.platform, choice.kind, choice.implementation, choice.case] = choice
+    return choice
 
 
 def hopper(target: Target) -> str | None:

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import pallas_kernels.grouped_experts as fused
 import pallas_kernels.grouped_matmul as op
 from jaxscale.parallel import experts
 from jaxscale.parallel.arithmetic import Arithmetic
@@ -37,9 +38,12 @@ DTYPE_BYTES = {"bf16": 2, "f32": 4, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8"
 
 @contextlib.contextmanager
 def only(name: str) -> Iterator[None]:
-    """Let the op have one kernel besides XLA's implementation, or none."""
-    remaining = tuple(i for i in op.IMPLEMENTATIONS if i.name in (name, "xla"))
-    with mock.patch.object(op, "IMPLEMENTATIONS", remaining):
+    """Let products have one kernel besides XLA's implementation, or none; "fused" has kernels of whole layers, too."""
+    kernels = {op: "mosaic_tpu" if name == "fused" else name, fused: "mosaic_tpu" if name == "fused" else "xla"}
+    with contextlib.ExitStack() as stack:
+        for module, kernel in kernels.items():
+            remaining = tuple(i for i in module.IMPLEMENTATIONS if i.name in (kernel, "xla"))
+            stack.enter_context(mock.patch.object(module, "IMPLEMENTATIONS", remaining))
         yield
 
 
@@ -49,14 +53,18 @@ def three_products(rows: Any, matrices: Any, sizes: Any, dy: Any) -> Any:
     return y, grouped_matmul(dy, matrices, sizes, transposed=True), grouped_outer(rows, dy, sizes)
 
 
-def step(x: Any, ids: Any, scale: Any, weights: Any, target: Any) -> Any:
+def layer(x: Any, ids: Any, scale: Any, weights: Any, saves: bool = True) -> Any:
+    """Return a layer's output, as a prompt's or in training."""
+    arithmetic, routed = Arithmetic.cast(jnp.bfloat16), experts.Choices(ids, scale)
+    return experts.expert_mlp(x, routed, experts.Weights(*weights), act=jax.nn.silu, arithmetic=arithmetic, saves=saves)
+
+
+def step(x: Any, ids: Any, scale: Any, weights: Any, target: Any, *, recomputed: bool = False) -> Any:
     """Return a layer's weights after a step of gradient descent, and the gradient by its input."""
 
     def loss(x: Any, scale: Any, weights: Any) -> Any:
-        routed = experts.Choices(ids, scale)
-        y = experts.expert_mlp(
-            x, routed, experts.Weights(*weights), act=jax.nn.silu, arithmetic=Arithmetic.cast(jnp.bfloat16)
-        )
+        run = functools.partial(layer, saves=not recomputed)
+        y = (jax.checkpoint(run) if recomputed else run)(x, ids, scale, weights)
         return jnp.sum(jnp.square(y.astype(jnp.float32) - target))
 
     dx, dscale, gradients = jax.grad(loss, (0, 1, 2))(x, scale, weights)
@@ -69,14 +77,19 @@ def programs() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     up, down = (EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)
     products = like((ROWS, WIDTH)), like(up), jax.ShapeDtypeStruct((EXPERTS,), jnp.int32), like((ROWS, HIDDEN))
     wide = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    layer = (
+    arguments = (
         like((1, TOKENS, WIDTH)),
         jax.ShapeDtypeStruct((1, TOKENS, CHOICES), jnp.int32),
         wide((1, TOKENS, CHOICES)),
         (wide(up), wide(up), wide(down)),
         wide((1, TOKENS, WIDTH)),
     )
-    return {"three products": (three_products, products), "step": (step, layer)}
+    return {
+        "three products": (three_products, products),
+        "step": (step, arguments),
+        "step, recomputed": (functools.partial(step, recomputed=True), arguments),
+        "forward": (layer, (*arguments[:3], tuple(like(w.shape) for w in arguments[3]))),
+    }
 
 
 def largest(text: str, known: set[tuple[str, tuple[int, ...]]]) -> tuple[int, str]:
@@ -114,6 +127,7 @@ def measure(topology: str, program: str, implementation: str) -> dict[str, Any]:
         "largest": size,
         "largest_array": what,
         "flops": costs.get("flops"),
+        "bytes": costs.get("bytes accessed"),
     }
 
 
@@ -122,10 +136,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--topology", action="append", default=[])
     parser.add_argument("--program", choices=list(programs()), action="append", default=[])
+    parser.add_argument("--implementation", choices=("xla", "mosaic_tpu", "fused"), action="append", default=[])
     args = parser.parse_args()
     for topology in args.topology or ("v5p", "v6e"):
         for program in args.program or programs():
-            for implementation in ("xla", "mosaic_tpu"):
+            for implementation in args.implementation or ("xla", "mosaic_tpu", "fused"):
                 print(json.dumps(measure(topology, program, implementation)), flush=True)
     random = np.random.default_rng(0)
     for name, shares in {"even": np.ones(EXPERTS) / EXPERTS, "drawn": random.dirichlet(np.ones(EXPERTS))}.items():

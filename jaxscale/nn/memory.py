@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 import math
@@ -176,11 +177,17 @@ class MemoryPolicy:
         )
         names = frozenset(n for t in self.fp8 for n in TENSORS[t])
 
-        def narrowed(*args: Any) -> Any:
-            with narrowing(names):
-                return layer(*args)
+        again = frozenset(TENSORS).difference(self.keep, self.offload) if self.rest == "recompute" else frozenset()
 
-        return jax.checkpoint(narrowed if names else layer, policy=_jax_policy(self, host), prevent_cse=prevent_cse)
+        def traced(*args: Any) -> Any:
+            token = _RECOMPUTED.set(again)
+            try:
+                with narrowing(names):
+                    return layer(*args)
+            finally:
+                _RECOMPUTED.reset(token)
+
+        return jax.checkpoint(traced, policy=_jax_policy(self, host), prevent_cse=prevent_cse)
 
     def tiled(self, tensor: str, fn: Callable[[Array], Array]) -> Callable[[Array], Array]:
         """Return `fn`, computed in tiles of the sequence if the policy tiles a tensor.
@@ -209,6 +216,18 @@ POLICIES: dict[str, MemoryPolicy] = {
 - `attention_only` is `full`, and saves the output and log-sum-exp of attention, so that it does not run again.
 - `offload_residual` is `full` with the inputs in host memory.
 - `minimal` is `offload_residual` with norms and the feed-forward layer in tiles."""
+
+
+_RECOMPUTED: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("recomputed", default=frozenset())
+
+
+def recomputed(tensor: str) -> bool:
+    """Return whether the layer that is traced computes a tensor again in its backward pass.
+
+    Args:
+      tensor: one of `TENSORS`.
+    """
+    return tensor in _RECOMPUTED.get()
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from jaxscale.config import register
 from jaxscale.errors import ConfigError
 from jaxscale.layout import constrain, current, in_use, named
 from jaxscale.nn.linear import truncated_std
-from jaxscale.nn.memory import MemoryPolicy
+from jaxscale.nn.memory import MemoryPolicy, recomputed
 from jaxscale.nn.mlp import FeedForward, SwiGLU
 from jaxscale.nn.routers import Router, SoftmaxRouter
 from jaxscale.nn.stats import BY_LAYER, Stats
@@ -353,6 +353,7 @@ class Experts(nnx.Module):
                 capacity=capacity,
                 dispatcher=c.dispatcher,
                 gathered=gathered,
+                saves=not recomputed("mlp_up"),
             )
         if self.shared is not None:
             with jax.named_scope("shared"):

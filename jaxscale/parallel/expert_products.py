@@ -17,6 +17,8 @@ from jaxscale.parallel.arithmetic import PASSES, Arithmetic, Cast, Cut, Numbers
 from jaxscale.parallel.dispatch.base import ExpertAxes
 from jaxscale.parallel.seeds import mixed
 from jaxscale.parallel.weight import Weight
+from pallas_kernels import grouped_experts
+from pallas_kernels.grouped_matmul import NAMES as GROUPED
 from pallas_kernels.grouped_matmul import bias_of_rows, grouped_sum
 from pallas_kernels.routed_experts import routed_experts
 
@@ -62,12 +64,23 @@ class ProductSettings:
       combine: the hidden layer of `gate(x)` and `up(x)`; `None` is `act(gate) * up`.
       arithmetic: the numbers of products.
       axes: the mesh axes.
+      saves: of experts in kernels (`why_separate`), save the first products for the gradient; or else compute them
+        again in the kernel that makes their gradients.
     """
 
     act: Callable[[Array], Array]
     combine: Callable[[Array, Array], Array] | None
     arithmetic: Arithmetic
     axes: ExpertAxes = ExpertAxes()
+    saves: bool = True
+
+    def hidden(self, gated: bool) -> _Hidden:
+        """Return the hidden layer, a function of the first products.
+
+        Args:
+          gated: whether they are a gate's and another's, or one.
+        """
+        return _Hidden(self.act, self.combine, gated)
 
     def lead(self, sizes: Array | None) -> Cut:
         """Return the mesh axes that shard all dimensions of rows but the last.
@@ -124,16 +137,11 @@ class ExpertsOf:
     @property
     def why_not_fused(self) -> str | None:
         """Why `fused` does not compute these experts, or `None`."""
-        arithmetic, axes = self.settings.arithmetic, self.settings.axes
         if self.biases is not None:
             return "the experts have biases"
-        if any(type(getattr(arithmetic, name)) is not Cast for name in PASSES):
-            return "their products are rounded"
-        if any(w is not None and not isinstance(w, jax.Array) for w in self.weights):
-            return "their matrices are stored in few bits"
-        if axes.gathered or axes.scattered:
+        if self.settings.axes.gathered or self.settings.axes.scattered:
             return "their matrices are sharded along the residual width"
-        return None
+        return _why_not_plain(self.weights, self.settings.arithmetic)
 
     def fused(self, rows: Array, ids: Array, scale: Array) -> Array:
         """Return `routed_experts` of these experts.
@@ -149,8 +157,7 @@ class ExpertsOf:
             return None if w is None else w.astype(arithmetic.dtype)
 
         gate, up, down = map(matrix, self.taps)  # whose values are those of the weights, where neither is gathered
-        activation = _Hidden(self.settings.act, self.settings.combine, self.taps.gate is not None)
-        return routed_experts(rows, ids, scale, gate, up, down, activation=activation)
+        return routed_experts(rows, ids, scale, gate, up, down, activation=self.settings.hidden(gate is not None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +175,42 @@ class _Hidden:
         return self.act(gate) * up if self.combine is None else self.combine(gate, up)
 
 
+def _why_not_plain(weights: Weights, arithmetic: Arithmetic) -> str | None:
+    """Why experts are not products of arrays in one dtype, or `None`."""
+    if any(getattr(arithmetic, name) != Cast(arithmetic.dtype) for name in PASSES):
+        return "their products are rounded"
+    if any(w is not None and not isinstance(w, jax.Array) for w in weights):
+        return "their matrices are stored in few bits"
+    return None
+
+
+def why_separate(
+    rows: Array, sizes: Array | None, weights: Weights, biases: Biases | None, settings: ProductSettings
+) -> str | None:
+    """Return why experts are three products and a hidden layer in memory, not `grouped_experts`; `None` if they are.
+
+    Args:
+      rows: as for `apply_experts`, as all others.
+      sizes: likewise.
+      weights: likewise.
+      biases: likewise.
+      settings: likewise.
+    """
+    if sizes is None:
+        return "tokens are in slots"
+    if weights.gate is None:
+        return "the experts have no gate"
+    if why := _why_not_plain(weights, settings.arithmetic):
+        return why
+    (x, _, f), (m, e), dtype = weights.up.shape, rows.shape, settings.arithmetic.dtype  # width e, once gathered
+    like = jax.ShapeDtypeStruct
+    into, scale = like((x, e, f), dtype), like((m,), jnp.float32)
+    shapes = (like((m, e), dtype), scale, into, into, like((x, f, e), dtype), sizes)
+    of_biases = None if biases is None else (biases.gate, biases.up)
+    arrays = grouped_experts.Arrays(*shapes, of_biases)
+    return grouped_experts.why_not(arrays, settings.hidden(True), saves=settings.saves)
+
+
 def apply_experts(
     rows: Array,
     scale: Array,
@@ -183,8 +226,32 @@ def apply_experts(
 
     Rows are (groups, x, slots, e), or (rows, e) sorted by expert with `sizes` of each. They are scaled before the last
     product: scaled after it, the derivative of `scale` would need the outputs, and recomputation would repeat the
-    product and the exchange.
+    product and the exchange. Where there is no reason for `why_separate`, kernels compute all but the last product.
     """
+    if why_separate(rows, sizes, weights, biases, settings) is None:
+        first = None if biases is None else (biases.gate, biases.up)
+        y = _in_kernels(rows, scale[:, 0], weights, taps, first, sizes, settings)
+    else:
+        y = _separate(rows, scale, sizes, weights, taps, biases, seed, settings)
+    if biases is None:
+        return y
+    down_bias = biases.down
+    if settings.axes.mlp:  # of the devices whose outputs are summed, one adds it
+        down_bias = jnp.where(lax.axis_index(settings.axes.mlp) == 0, down_bias, 0)
+    return (y + scale * _of_rows(down_bias, len(rows), sizes)).astype(y.dtype)
+
+
+def _separate(
+    rows: Array,
+    scale: Array,
+    sizes: Array | None,
+    weights: Weights,
+    taps: Weights,
+    biases: Biases | None,
+    seed: Array | None,
+    settings: ProductSettings,
+) -> Array:
+    """Return the three products of `apply_experts`, before the last bias."""
 
     def product(
         number: int, rows: Array, kernel: Array | Weight, tap: Array | Weight, embed: int, bias: Array | None = None
@@ -195,20 +262,59 @@ def apply_experts(
         y = _product(rows, kernel, tap, sizes, own, None, embed, settings)
         return (y + _of_rows(bias, len(rows), sizes)).astype(y.dtype)
 
-    gate_bias, up_bias, down_bias = biases or (None, None, None)
+    gate_bias, up_bias, _ = biases or (None, None, None)
     up = checkpoint_name(product(0, rows, weights.up, taps.up, 1, up_bias), "mlp_up")
     if weights.gate is None or taps.gate is None:
-        h = settings.act(up)
+        h = settings.hidden(False)(up)
     else:
         gate = checkpoint_name(product(1, rows, weights.gate, taps.gate, 1, gate_bias), "mlp_up")
-        h = settings.act(gate) * up if settings.combine is None else settings.combine(gate, up)
+        h = settings.hidden(True)(gate, up)
     h = (checkpoint_name(h, "mlp_hidden") * scale).astype(settings.arithmetic.dtype)
-    y = product(2, h, weights.down, taps.down, 2)
-    if down_bias is None:
-        return y
-    if settings.axes.mlp:  # of the devices whose outputs are summed, one adds it
-        down_bias = jnp.where(lax.axis_index(settings.axes.mlp) == 0, down_bias, 0)
-    return (y + scale * _of_rows(down_bias, len(rows), sizes)).astype(y.dtype)
+    return product(2, h, weights.down, taps.down, 2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _in_kernels(
+    rows: Array,
+    scale: Array,
+    weights: Weights,
+    taps: Weights,
+    biases: tuple[Array, Array] | None,
+    sizes: Array,
+    settings: ProductSettings,
+) -> Array:
+    """Return what `_separate` does, by `grouped_experts`; `taps` get the gradients, as in `_product`.
+
+    The hidden layer is not saved: the kernel of the gradients makes it again.
+    """
+    whole, hidden = _for_kernels(rows, scale, weights, biases, sizes, settings), settings.hidden(True)
+    return grouped_experts.forward(whole, hidden, saves=False)[0].astype(settings.arithmetic.out_dtype)
+
+
+def _in_kernels_fwd(rows, scale, weights, taps, biases, sizes, settings):  # type: ignore[no-untyped-def]
+    whole = _for_kernels(rows, scale, weights, biases, sizes, settings)
+    y, products = grouped_experts.forward(whole, settings.hidden(True), saves=settings.saves)
+    products = tuple(checkpoint_name(checkpoint_name(p, "mlp_up"), *GROUPED) for p in products)
+    return y.astype(settings.arithmetic.out_dtype), (rows, scale, weights, biases, sizes, products)
+
+
+def _in_kernels_bwd(settings, residuals, dy):  # type: ignore[no-untyped-def]
+    rows, scale, weights, biases, sizes, products = residuals
+    whole = _for_kernels(rows, scale, weights, biases, sizes, settings)
+    d = grouped_experts.backward(whole, products, dy, settings.hidden(True), dtype=weights.up.dtype)
+    dweights = Weights(*(_scattered(w, embed, settings) for w, embed in ((d.gate, 1), (d.up, 1), (d.down, 2))))
+    return d.rows.astype(rows.dtype), d.scale, None, dweights, d.biases, None
+
+
+_in_kernels.defvjp(_in_kernels_fwd, _in_kernels_bwd)
+
+
+def _for_kernels(
+    rows: Array, scale: Array, weights: Weights, biases: Any, sizes: Array, settings: ProductSettings
+) -> grouped_experts.Arrays:
+    arithmetic = settings.arithmetic
+    whole = (_gathered(w.astype(arithmetic.dtype), w, n, settings) for w, n in zip(weights, (1, 1, 2), strict=True))
+    return grouped_experts.Arrays(rows.astype(arithmetic.dtype), scale, *whole, sizes, biases)
 
 
 def _of_rows(bias: Float[Array, "x n"], rows: int, sizes: Int[Array, " x"] | None) -> Array:
@@ -267,12 +373,27 @@ def _product_bwd(embed, settings, residuals, dy):  # type: ignore[no-untyped-def
         dkernel = numbers.dot(left, right, ((summed, summed), (batch, batch)), kernel.dtype)
     else:
         dkernel = numbers.ragged_outer(left, right, sizes, kernel.dtype)
-    if settings.axes.scattered:
-        dkernel = lax.psum_scatter(dkernel, settings.axes.scattered, scatter_dimension=embed, tiled=True)
-    return drows, None, dkernel, None, None, dbias
+    return drows, None, _scattered(dkernel, embed, settings), None, None, dbias
 
 
 _product.defvjp(_product_fwd, _product_bwd)
+
+
+def _scattered(dkernel: Array, embed: int, settings: ProductSettings) -> Array:
+    """Sum a matrix's gradient over devices, of which each gets its shard."""
+    if not settings.axes.scattered:
+        return dkernel
+    return lax.psum_scatter(dkernel, settings.axes.scattered, scatter_dimension=embed, tiled=True)
+
+
+def _gathered(matrices: Any, kernel: Array, embed: int, settings: ProductSettings) -> Any:
+    """Gather the encoded matrices of a stored kernel (FSDP)."""
+
+    def whole(a: Array) -> Array:
+        shared = a.shape[embed] == 1 != kernel.shape[embed]
+        return a if shared else lax.all_gather(a, settings.axes.gathered, axis=embed, tiled=True)
+
+    return jax.tree.map(whole, matrices) if settings.axes.gathered else matrices
 
 
 def _grouped(
@@ -293,13 +414,7 @@ def _grouped(
     cut = settings.inner(embed)[0 if summed == 1 else 1]
     stored = [(), settings.axes.mlp, settings.axes.mlp]
     stored[embed] = settings.axes.gathered
-    matrices = numbers.right(kernel, (summed,), (0,), tuple(stored))
-
-    def whole(a: Array) -> Array:  # FSDP's all-gather, of encoded numbers
-        shared = a.shape[embed] == 1 != kernel.shape[embed]
-        return a if shared else lax.all_gather(a, settings.axes.gathered, axis=embed, tiled=True)
-
-    matrices = jax.tree.map(whole, matrices) if settings.axes.gathered else matrices
+    matrices = _gathered(numbers.right(kernel, (summed,), (0,), tuple(stored)), kernel, embed, settings)
     if sizes is None:
         left = numbers.left(rows, (3,), (1,), (*settings.lead(sizes), cut))
         dims = ((3,), (summed,)), ((1,), (0,))

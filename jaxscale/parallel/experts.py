@@ -42,6 +42,7 @@ def expert_mlp(
     capacity: Capacity | None = None,
     dispatcher: Dispatcher | None = None,
     gathered: bool = False,
+    saves: bool = True,
 ) -> Float[Array, "b s e"]:
     """Sum `weight * down(act(gate(x)) * up(x))` over each token's experts; without a gate `down(act(up(x)))`.
 
@@ -65,6 +66,7 @@ def expert_mlp(
       capacity: capacity for `Choices`; `None` drops nothing. It has no effect on `Slots`.
       dispatcher: how tokens are sent; by default `SlotDispatch` with a capacity and `DroplessDispatch` without.
       gathered: whether the weights are sharded as activations already (`Weight.gathered`).
+      saves: see `ProductSettings`.
 
     Returns:
       an array of x's shape, in the arithmetic's dtype.
@@ -80,12 +82,12 @@ def expert_mlp(
     x, seed = x.astype(arithmetic.dtype), next_seed() if arithmetic.random else None
     layout, (free, manual) = current(), free_and_manual()
     if layout is None or not free:
-        settings = ProductSettings(act, combine, arithmetic)
+        settings = ProductSettings(act, combine, arithmetic, saves=saves)
         return _local(x, routed, weights, weights, biases, seed, settings, capacity, dispatcher)
     axes = _axes()
     if gathered:
         axes = dataclasses.replace(axes, gathered=(), scattered=())
-    settings = ProductSettings(act, combine, arithmetic, axes)
+    settings = ProductSettings(act, combine, arithmetic, axes, saves)
 
     def local(x: Array, *arrays: Any) -> Array:
         routed, weights, taps, biases, seed = arrays

@@ -42,8 +42,8 @@ def grouped_matmul(
     """Return each row times the matrix of its group, summed in float32 (in int32 for int8), plus the group's bias.
 
     First-order differentiable in reverse mode in rows, matrices and bias. Products of float32 are exact to float32. The
-    kernels add the bias before they round and store a tile. Gathering rows, activations between products, and summing
-    outputs by token are not part of the kernels: they are XLA's, before and after.
+    kernels add the bias before they round and store a tile. Gathering rows and summing outputs by token are not part of
+    the kernels: they are XLA's, before and after. `grouped_experts` has gated activations between products.
 
     Args:
       rows: (m, k), sorted by group, of a dtype of `inputs.DTYPES`.

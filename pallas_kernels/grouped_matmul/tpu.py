@@ -24,10 +24,15 @@ from pallas_kernels.tiles import lookup
 
 __all__ = [
     "DTYPES",
+    "LANES",
     "PART",
     "STRIP",
+    "VMEM",
     "Steps",
     "configurations",
+    "dot",
+    "each_part",
+    "inside",
     "matmul_step",
     "multiplied_rows",
     "part_of",
@@ -245,22 +250,44 @@ def run(
     )(*steps[:4], left, right, *biases)
 
 
-def _dot(left: jax.Array, right: jax.Array, dims: tuple[int, int]) -> jax.Array:
+def dot(left: jax.Array, right: jax.Array, dims: tuple[int, int]) -> jax.Array:
+    """Return the product of two matrices in float32.
+
+    Args:
+      left: a matrix.
+      right: likewise.
+      dims: the dimension of each that is summed.
+    """
     precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else lax.Precision.DEFAULT
     numbers = (((dims[0],), (dims[1],)), ((), ()))
     return lax.dot_general(left, right, numbers, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _inside(first: Any, low: Any, high: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Return which rows of a block that begins at row `first` a group of rows low to high has."""
+def inside(first: Any, low: Any, high: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Return which rows of a block a group has.
+
+    Args:
+      first: the block's first row.
+      low: the group's first row.
+      high: the row after its last one.
+      shape: of the block.
+    """
     row = first + lax.broadcasted_iota(jnp.int32, shape, 0)
     return (row >= low) & (row < high)
 
 
-def _parts(rows: int, part: int, first: Any, low: Any, high: Any, do: Callable[[Any, Any], None]) -> None:
+def each_part(rows: int, part: int, first: Any, low: Any, high: Any, do: Callable[[Any, Any], None]) -> None:
     """Call `do(offset, begin)` for each part of a tile that a group of rows low to high reaches into.
 
     A last part that would end after the tile starts earlier, and `begin` is its first row that no part before it has.
+
+    Args:
+      rows: of the tile.
+      part: of `part_of`.
+      first: the tile's first row.
+      low: the group's first row.
+      high: the row after its last one.
+      do: what is called, with the part's first row in the tile.
     """
     low, high = jnp.maximum(low - first, 0), jnp.minimum(high - first, rows)
     base = low // STRIP * STRIP if part % STRIP == 0 else jnp.int32(0)
@@ -303,14 +330,14 @@ def matmul_step(
     def add(at: Any, size: int) -> jax.Array:
         """Return the sum of a part up to this tile of k, which is kept for the next."""
         at_rows = pl.ds(at, size)
-        value = _dot(rows_ref[at_rows, :], matrix_ref[...], dims)
+        value = dot(rows_ref[at_rows, :], matrix_ref[...], dims)
         return value if grid_k == 1 else value + jnp.where(k == 0, 0.0, acc_ref[at_rows, :])
 
     def store(at: Any, size: int, begin: Any, masked: bool) -> None:
         value = add(at, size)
-        inside = _inside(first + at, jnp.maximum(low, begin), high, value.shape)
+        own = inside(first + at, jnp.maximum(low, begin), high, value.shape)
         if grid_k > 1:
-            total = jnp.where(inside, value, acc_ref[pl.ds(at, size), :]) if masked else value
+            total = jnp.where(own, value, acc_ref[pl.ds(at, size), :]) if masked else value
             acc_ref[pl.ds(at, size), :] = total
 
         @pl.when(k == grid_k - 1)
@@ -319,7 +346,7 @@ def matmul_step(
             for bias_ref in bias_refs:
                 done = done + bias_ref[...]
             if masked:
-                done = jnp.where(inside, done, out_ref[pl.ds(at, size), :].astype(jnp.float32))
+                done = jnp.where(own, done, out_ref[pl.ds(at, size), :].astype(jnp.float32))
             out_ref[pl.ds(at, size), :] = done.astype(out_ref.dtype)
 
     @pl.when(whole & ~after)
@@ -328,12 +355,12 @@ def matmul_step(
 
     @pl.when(~whole & ~after)
     def _() -> None:
-        _parts(rows, part, first, low, high, lambda at, begin: store(at, part, begin, True))
+        each_part(rows, part, first, low, high, lambda at, begin: store(at, part, begin, True))
 
     @pl.when(after & (k == grid_k - 1))
     def _() -> None:
-        inside = _inside(first, low, high, out_ref.shape)
-        out_ref[...] = jnp.where(inside, 0.0, out_ref[...].astype(jnp.float32)).astype(out_ref.dtype)
+        own = inside(first, low, high, out_ref.shape)
+        out_ref[...] = jnp.where(own, 0.0, out_ref[...].astype(jnp.float32)).astype(out_ref.dtype)
 
 
 def _outer(
@@ -352,21 +379,21 @@ def _outer(
 
     @pl.when(whole)
     def _() -> None:
-        acc_ref[...] += _dot(left_ref[...], right_ref[...], (0, 0))
+        acc_ref[...] += dot(left_ref[...], right_ref[...], (0, 0))
 
     def some(at: Any, begin: Any) -> None:
         """Add a part's rows of the group; of both operands, since the others may be infinite."""
 
         def own(ref: Any) -> jax.Array:
             x = ref[pl.ds(at, part), :].astype(jnp.float32)
-            own_rows = _inside(first + at, jnp.maximum(low, begin), high, x.shape)
+            own_rows = inside(first + at, jnp.maximum(low, begin), high, x.shape)
             return jnp.where(own_rows, x, 0.0).astype(ref.dtype)
 
-        acc_ref[...] += _dot(own(left_ref), own(right_ref), (0, 0))
+        acc_ref[...] += dot(own(left_ref), own(right_ref), (0, 0))
 
     @pl.when(~whole & (high > low))
     def _() -> None:
-        _parts(rows, part, first, low, high, some)
+        each_part(rows, part, first, low, high, some)
 
     @pl.when((high <= low) | (tile[s] == (high - 1) // rows))
     def _() -> None:

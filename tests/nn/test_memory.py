@@ -21,7 +21,7 @@ from jaxscale.models import TransformerConfig
 from jaxscale.nn import POLICIES, MemoryPolicy, RMSNorm, SwiGLU
 from jaxscale.nn.adapted import Adapted
 from jaxscale.nn.linear import project
-from jaxscale.nn.memory import in_tiles
+from jaxscale.nn.memory import in_tiles, recomputed
 from jaxscale.parallel import Arithmetic
 from jaxscale.step.backprop import make_loss_and_grads
 from jaxscale.step.state import Blueprint, describe_model
@@ -83,6 +83,19 @@ def test_each_policy_recomputes_what_it_names():
         "none": 0, "full": 8, "dots": 2, "dots_and_attention": 1, "attention_only": 7, "offload_residual": 8,
         "minimal": 8, "tiles": 2, "qkv": 5, "up": 6, "up to the host": 6, "mid": 7,
     }  # fmt: skip
+
+
+def test_a_layer_knows_what_it_computes_again():
+    def traced(policy):
+        again = []
+        layer = lambda x: (again.append((recomputed("mlp_up"), recomputed("norm"))), x)[1]  # noqa: E731
+        jax.eval_shape(policy.checkpoint(layer), 1.0)
+        return again
+
+    assert traced(MemoryPolicy()) == [(True, True)]
+    assert traced(MemoryPolicy(keep=("mlp_up",))) == [(False, True)]
+    assert traced(POLICIES["dots"]) == traced(POLICIES["none"]) == [(False, False)]
+    assert not recomputed("mlp_up")
 
 
 def test_an_adapters_second_product_is_recomputed_where_products_are_saved():

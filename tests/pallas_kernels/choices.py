@@ -29,6 +29,7 @@ from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.dispatch import Choice, choosing, on_device
 from pallas_kernels.fftconv import fftconv
 from pallas_kernels.flash_attention import cudnn, flash_attention
+from pallas_kernels.grouped_experts import grouped_experts
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_stored_matmul import grouped_stored_matmul
 from pallas_kernels.routed_experts import routed_experts
@@ -249,6 +250,14 @@ def _experts() -> Iterator[Case]:
     ):
         arrays = like(rows, k, dtype=dtype), like(groups, k, n, dtype=dtype), like(groups, dtype="int32")
         yield Case("grouped_matmul", f"{name}: {groups} groups, {k}x{n}", grouped_matmul, arrays, (0, 1))
+    for name, groups, rows, e, f, dtype in (
+        ("Mixtral", 8, 16384, 4096, 14336, "bfloat16"),
+        ("GPT-OSS", 32, 16384, 2880, 2880, "bfloat16"),
+        ("Mixtral", 8, 16384, 4096, 14336, "float32"),
+    ):
+        into, back = like(groups, e, f, dtype=dtype), like(groups, f, e, dtype=dtype)
+        arrays = like(rows, e, dtype=dtype), like(rows, dtype="float32"), into, into, back, like(groups, dtype="int32")
+        yield Case("grouped_experts", f"{name}: {groups} groups, {e}x{f}", grouped_experts, arrays, (0, 1, 2, 3, 4))
     for name in ("mxfp4", "int4, groups of 128"):
         one = stored(4096, 14336, **FORMATS[name])
         many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), one)

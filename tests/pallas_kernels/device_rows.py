@@ -167,6 +167,7 @@ def _withdrawn_case(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if op in (
         "chunked_recurrence",
         "fftconv",
+        "grouped_experts",
         "grouped_matmul",
         "routed_experts",
     ):  # both directions have the same steps

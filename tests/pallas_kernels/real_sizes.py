@@ -32,6 +32,7 @@ from tests.pallas_kernels.cut_cross_entropy import cases as loss_cases
 from tests.pallas_kernels.decode_attention import cases as decode_cases
 from tests.pallas_kernels.flash_attention import cases as attention_cases
 from tests.pallas_kernels.flash_attention import grid
+from tests.pallas_kernels.grouped_experts import cases as gated_cases
 from tests.pallas_kernels.grouped_matmul import cases as grouped_cases
 from tests.pallas_kernels.grouped_stored_matmul import cases as grouped_stored_cases
 from tests.pallas_kernels.routed_experts import cases as routed_cases
@@ -49,6 +50,7 @@ def works(small: bool = False) -> Iterator[Work]:
     yield from _grouped(small)
     yield from _grouped_stored(small)
     yield from _routed(small)
+    yield from _gated(small)
     yield from _recurrence(small)
 
 
@@ -415,6 +417,14 @@ def _grouped_stored(small: bool) -> Iterator[Work]:
         make = functools.partial(grouped_stored_cases.program, form, "bfloat16", k=k, n=n, times=times)
         feature = f"{form} {180 * times}x{k}x{n}"
         yield Work("grouped_stored_matmul", feature, "bfloat16", grouped_stored_cases.PARTS, make, large=True)
+
+
+def _gated(small: bool) -> Iterator[Work]:
+    times, e, f = (1, 64, 192) if small else (128, 2048, 1408)
+    for feature in gated_cases.FEATURES:
+        make = functools.partial(gated_cases.program, feature, "bfloat16", m=48 * times, e=e, f=f, times=times)
+        name = f"{feature} {48 * times}x{e}x{f}"
+        yield Work("grouped_experts", name, "bfloat16", gated_cases.PARTS, make, large=True)
 
 
 # layers of experts ---------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ def _sample(dtype: str) -> list[Case]:
         "flash_attention",
         "chunked_recurrence",
         "fftconv",
+        "grouped_experts",
         "grouped_matmul",
         "grouped_stored_matmul",
         "routed_experts",

@@ -37,6 +37,7 @@ def works() -> Iterator[Work]:
     yield from _grouped_works()
     yield from _grouped_stored_works()
     yield from _routed_works()
+    yield from _gated_works()
 
 
 # softmax ---------------------------------------------------------------------------------------------------------
@@ -352,3 +353,11 @@ def _routed_works() -> Iterator[Work]:
     for feature in FEATURES:
         for dtype in ("float32", "bfloat16", "float16"):
             yield Work("routed_experts", feature, dtype, PARTS, functools.partial(program, feature, dtype))
+
+
+def _gated_works() -> Iterator[Work]:
+    from tests.pallas_kernels.grouped_experts.cases import FEATURES, PARTS, program
+
+    for feature in FEATURES:
+        for dtype in ("float32", "bfloat16", "float16"):
+            yield Work("grouped_experts", feature, dtype, PARTS, functools.partial(program, feature, dtype))

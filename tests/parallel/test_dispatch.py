@@ -23,7 +23,9 @@ from jaxscale.parallel.dispatch import (
     SlotDispatch,
 )
 from jaxscale.parallel.dispatch.hierarchical import _once
-from jaxscale.parallel.expert_products import ExpertsOf, ProductSettings
+from jaxscale.parallel.expert_products import Biases, ExpertsOf, ProductSettings, why_separate
+from pallas_kernels import grouped_experts
+from pallas_kernels.dispatch import on_device
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.errors import raises_saying
 from tests.truth.long import short
@@ -62,7 +64,7 @@ def _on_paper(ids, inputs, d):
     return np.einsum("bsx,bsxe->bse", of, out), (dx, dscale, dgate, dup, ddown)
 
 
-def _program(dispatcher, layout):
+def _program(dispatcher, layout, saves=True):
     """Outputs and gradients as a function, compiled on the layout once."""
     capacity = Capacity(2, 2) if dispatcher.needs_capacity else None  # as many slots as tokens
 
@@ -78,6 +80,7 @@ def _program(dispatcher, layout):
                 arithmetic=Arithmetic.cast(jnp.float32),
                 capacity=capacity,
                 dispatcher=dispatcher,
+                saves=saves,
             )
             return jnp.sum(y * d), y
 
@@ -96,11 +99,11 @@ def _rounded(a):
     return np.asarray(CODES.decode(codes, scales))[..., 0, :]
 
 
-def _check(dispatcher, layout):
+def _check(dispatcher, layout, saves=True):
     """One expert has nine tokens of ten; then each expert returns 1, so that outputs count experts."""
     ids, inputs, d = _inputs()
     assert np.mean(np.any(ids == 5, axis=-1)) > 0.9
-    run = _program(dispatcher, layout)
+    run = _program(dispatcher, layout, saves)
     y, grads = run(ids, inputs, d)
     coded = dispatcher in (CODED, DroplessDispatch(CODES), SlotDispatch(CODES))
     x, *rest = inputs
@@ -159,6 +162,37 @@ def test_every_dispatcher_is_right_on_twelve_products_of_axes(layout):
             _check(dispatcher, layout)
         except LayoutError as e:
             assert isinstance(dispatcher, HierarchicalDispatch) and "two mesh axes" in str(e)
+
+
+@pytest.mark.parametrize(
+    ("saves", "layout"),
+    short(2, [*zip((True, False), [Layout("fsdp=2,expert=2,tensor=2"), *PRODUCTS[1:2]], strict=True),
+              *((saves, layout) for layout in PRODUCTS for saves in (True, False))]),
+)  # fmt: skip
+def test_experts_in_kernels_are_those_on_paper(saves, layout, monkeypatch):
+    """As if there were a kernel; what takes its place computes its outputs by separate products."""
+    calls = []
+    monkeypatch.setattr(grouped_experts, "why_not", lambda *a, **b: calls.append(b["saves"]))
+    _check(DroplessDispatch(), layout, saves)
+    assert set(calls) == {saves}
+
+
+def test_why_experts_are_not_in_kernels():
+    settings = ProductSettings(jnp.square, None, Arithmetic.cast(jnp.float32))
+    rows, sizes, matrix = jnp.ones((3, 2)), jnp.ones(2, jnp.int32), jnp.ones((2, 2, 2))
+    gated, rounded = Weights(matrix, matrix, matrix), Arithmetic.cast(jnp.bfloat16)
+    rounded = dataclasses.replace(Arithmetic.cast(jnp.float32), forward=rounded.forward)
+    for words, given in {
+        "in slots": (rows, None, gated, None, settings),
+        "no gate": (rows, sizes, gated._replace(gate=None), None, settings),
+        "rounded": (rows, sizes, gated, None, dataclasses.replace(settings, arithmetic=rounded)),
+        "no kernel for cpu": (rows, sizes, gated, None, settings),
+    }.items():
+        assert words in why_separate(*given)
+    biases = Biases(jnp.ones((2, 2)), jnp.ones((2, 2)), jnp.ones((2, 2)))
+    with on_device("TPU v5 lite"):
+        assert why_separate(rows, sizes, gated, None, settings) is None
+        assert why_separate(rows, sizes, gated, biases, settings) is None
 
 
 def test_experts_that_are_not_fused_are_named_and_right(caplog):

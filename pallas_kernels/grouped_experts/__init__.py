@@ -101,8 +101,8 @@ def forward(
       implementation: likewise.
     """
     facts, sizes = checked(arrays, activation, saves)
-    given = (arrays.rows, arrays.gate, arrays.up, sizes, arrays.scale, arrays.biases)
-    hidden, *products = dispatch(_OP, IMPLEMENTATIONS, given, {"facts": facts}, implementation)
+    operands = (arrays.rows, arrays.gate, arrays.up, sizes, arrays.scale, arrays.biases)
+    hidden, *products = dispatch(_OP, IMPLEMENTATIONS, operands, {"facts": facts}, implementation)
     y = grouped_matmul(hidden, arrays.down, sizes, implementation=implementation)
     return y, tuple(products)
 
@@ -128,11 +128,11 @@ def backward(
     """
     facts, sizes = checked(arrays, activation, bool(products), "gradients")
     dy = dy.astype(arrays.rows.dtype)
-    given = (arrays.rows, arrays.gate, arrays.up, sizes, arrays.scale, arrays.biases, arrays.down, dy, products)
-    dgate, dup, hidden, dscale = dispatch(_OP, IMPLEMENTATIONS, given, {"facts": facts}, implementation)
+    operands = (arrays.rows, arrays.gate, arrays.up, sizes, arrays.scale, arrays.biases, arrays.down, dy, products)
+    dgate, dup, hidden, dscale = dispatch(_OP, IMPLEMENTATIONS, operands, {"facts": facts}, implementation)
     matmul = functools.partial(grouped_matmul, sizes=sizes, transposed=True, implementation=implementation)
-    wanted = dtype or arrays.gate.dtype
-    outer = functools.partial(grouped_outer, sizes=sizes, out_dtype=wanted, implementation=implementation)
+    required = dtype or arrays.gate.dtype
+    outer = functools.partial(grouped_outer, sizes=sizes, out_dtype=required, implementation=implementation)
     return Arrays(
         rows=matmul(dgate, arrays.gate) + matmul(dup, arrays.up),
         scale=dscale,

@@ -88,11 +88,11 @@ def checked(
     if biases is not None:
         float32 |= {f"bias of {name}": (b, (groups, n)) for name, b in zip(("gate", "up"), biases, strict=True)}
     same = {"gate": (gate, (groups, k, n)), "up": (up, (groups, k, n)), "down": (down, (groups, n, k))}
-    for wanted, named in ((dtype, same), ("float32", float32)):
+    for required, named in ((dtype, same), ("float32", float32)):
         for name, (array, shape) in named.items():
-            if array.shape != shape or array.dtype != wanted:
+            if array.shape != shape or array.dtype != required:
                 raise KernelError(
-                    f"{_OP}: {name} is {wanted}{shape} for rows {tuple(rows.shape)} and up {tuple(up.shape)}, not "
+                    f"{_OP}: {name} is {required}{shape} for rows {tuple(rows.shape)} and up {tuple(up.shape)}, not "
                     f"{array.dtype.name}{tuple(array.shape)}"
                 )
     if not isinstance(sizes, jax.ShapeDtypeStruct):

@@ -113,12 +113,12 @@ def run(
     into = spec((None, k, columns), lambda n, g, tile, read: (g, 0, n))
     back = spec((None, columns, k), lambda n, g, tile, read: (g, n, 0))
     bias = spec((None, 1, columns), lambda n, g, tile, read: (g, 0, n))
-    taken = spec((size, columns), lambda n, g, tile, read: (read, n))
+    saved = spec((size, columns), lambda n, g, tile, read: (read, n))
     made = spec((size, columns), lambda n, g, tile, read: (tile, n))
 
     operands: dict[str, tuple[Any, Any]] = {"scale": (scale[:, None], one)}
     if products:
-        operands |= {"gate product": (products[0], taken), "up product": (products[1], taken)}
+        operands |= {"gate product": (products[0], saved), "up product": (products[1], saved)}
     else:
         operands |= {"rows": (rows, of_rows), "gate": (gate, into), "up": (up, into)}
         if biases is not None:

@@ -182,13 +182,13 @@ def test_why_experts_are_not_in_kernels():
     rows, sizes, matrix = jnp.ones((3, 2)), jnp.ones(2, jnp.int32), jnp.ones((2, 2, 2))
     gated, rounded = Weights(matrix, matrix, matrix), Arithmetic.cast(jnp.bfloat16)
     rounded = dataclasses.replace(Arithmetic.cast(jnp.float32), forward=rounded.forward)
-    for words, given in {
+    for words, arguments in {
         "in slots": (rows, None, gated, None, settings),
         "no gate": (rows, sizes, gated._replace(gate=None), None, settings),
         "rounded": (rows, sizes, gated, None, dataclasses.replace(settings, arithmetic=rounded)),
         "no kernel for cpu": (rows, sizes, gated, None, settings),
     }.items():
-        assert words in why_separate(*given)
+        assert words in why_separate(*arguments)
     biases = Biases(jnp.ones((2, 2)), jnp.ones((2, 2)), jnp.ones((2, 2)))
     with on_device("TPU v5 lite"):
         assert why_separate(rows, sizes, gated, None, settings) is None

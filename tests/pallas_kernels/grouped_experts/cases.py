@@ -36,9 +36,9 @@ def arrays(
     return rows, jnp.abs(draw(m)), *matrices, sizes, biases, dy
 
 
-def truth(*given: Any) -> tuple[np.ndarray, ...]:
+def truth(*arguments: Any) -> tuple[np.ndarray, ...]:
     """Return the result and all gradients in float64."""
-    *some, dy = jax.tree.map(lambda a: np.asarray(a).astype(a.dtype if a.dtype == np.int32 else np.float64), given)
+    *some, dy = jax.tree.map(lambda a: np.asarray(a).astype(a.dtype if a.dtype == np.int32 else np.float64), arguments)
     return reference.experts(*some, cube), *reference.gradients(*some, cube, cube_slope, dy)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,9 +26,12 @@ V5E = Target("TPU v5 lite", "tpu")
 
 def other_products_by_xla(monkeypatch):
     """Those of `grouped_matmul`, whose kernels have tests of their own."""
+
+    def by_xla(product, *arrays, implementation, **options):
+        return product(*arrays, **options)  # the choice on a CPU
+
     for name in ("grouped_matmul", "grouped_outer"):
-        by_xla = lambda *a, f=getattr(op, name), **options: f(*a, **options | {"implementation": "xla"})  # noqa: E731
-        monkeypatch.setattr(op, name, by_xla)
+        monkeypatch.setattr(op, name, functools.partial(by_xla, getattr(op, name)))
 
 
 def check(feature, dtype, implementation, tile=TILE, **shapes):
@@ -63,15 +68,15 @@ def test_separate_products_are_as_exact_as_ordinary_ones(feature):
 @pytest.mark.parametrize("implementation", short(1, ["xla", "mosaic_tpu"]))
 def test_biases_get_their_gradients(implementation, monkeypatch):
     other_products_by_xla(monkeypatch)
-    *given, sizes, biases, dy = cases.arrays("empty, and rows after, biases", "float32", f=24)
+    *arguments, sizes, biases, dy = cases.arrays("empty, and rows after, biases", "float32", f=24)
 
     def result(biases):
         options = dict(activation=cases.cube, saves=False, implementation=implementation)
-        return grouped_experts(*given, sizes, biases=biases, **options)
+        return grouped_experts(*arguments, sizes, biases=biases, **options)
 
     with interpreted(), tiles.trying("grouped_experts", {"rows": 48, "n": 128}):
         got = jax.jit(lambda b: jax.vjp(result, b)[1](dy)[0])(biases)
-    for ours, true in zip(got, cases.truth(*given, sizes, biases, dy)[len(cases.PARTS) :], strict=True):
+    for ours, true in zip(got, cases.truth(*arguments, sizes, biases, dy)[len(cases.PARTS) :], strict=True):
         assert error_of(ours, true) < 2e-6
 
 
@@ -87,10 +92,10 @@ def test_biases_get_their_gradients(implementation, monkeypatch):
     ids=("rows", "scale", "gate", "down", "sizes"),
 )
 def test_arrays_that_do_not_fit_are_refused(place, array, words):
-    given = list(cases.arrays("empty, and rows after", "float32")[:6])
-    given[place] = array
+    arguments = list(cases.arrays("empty, and rows after", "float32")[:6])
+    arguments[place] = array
     with pytest.raises(KernelError, match=words):
-        grouped_experts(*given)
+        grouped_experts(*arguments)
 
 
 def test_an_activation_that_cannot_be_hashed_is_refused():

@@ -312,9 +312,13 @@ _in_kernels.defvjp(_in_kernels_fwd, _in_kernels_bwd)
 def _for_kernels(
     rows: Array, scale: Array, weights: Weights, biases: Any, sizes: Array, settings: ProductSettings
 ) -> grouped_experts.Arrays:
-    arithmetic = settings.arithmetic
-    whole = (_gathered(w.astype(arithmetic.dtype), w, n, settings) for w, n in zip(weights, (1, 1, 2), strict=True))
-    return grouped_experts.Arrays(rows.astype(arithmetic.dtype), scale, *whole, sizes, biases)
+    dtype = settings.arithmetic.dtype
+
+    def whole(kernel: Any, embed: int) -> Array:
+        return _gathered(kernel.astype(dtype), kernel, embed, settings)  # type: ignore[no-any-return]
+
+    gate, up, down = whole(weights.gate, 1), whole(weights.up, 1), whole(weights.down, 2)
+    return grouped_experts.Arrays(rows.astype(dtype), scale, gate, up, down, sizes, biases)
 
 
 def _of_rows(bias: Float[Array, "x n"], rows: int, sizes: Int[Array, " x"] | None) -> Array:

@@ -28,7 +28,17 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 class Arrays(NamedTuple):
-    """The arrays of a layer, or their gradients; see `grouped_experts`."""
+    """The arrays of a layer, or their gradients.
+
+    Args:
+      rows: see `grouped_experts`, as all others.
+      scale: likewise.
+      gate: likewise.
+      up: likewise.
+      down: likewise.
+      sizes: likewise.
+      biases: likewise.
+    """
 
     rows: Any
     scale: Any
@@ -84,7 +94,7 @@ def checked(
             f"{tuple(up.shape)}"
         )
     (m, k), (groups, _, n), dtype = rows.shape, up.shape, rows.dtype.name
-    float32 = {"scale": (scale, (m,))}
+    float32: dict[str, tuple[Any, tuple[int, ...]]] = {"scale": (scale, (m,))}
     if biases is not None:
         float32 |= {f"bias of {name}": (b, (groups, n)) for name, b in zip(("gate", "up"), biases, strict=True)}
     same = {"gate": (gate, (groups, k, n)), "up": (up, (groups, k, n)), "down": (down, (groups, n, k))}

@@ -123,9 +123,8 @@ def run(
         operands |= {"rows": (rows, of_rows), "gate": (gate, into), "up": (up, into)}
         if biases is not None:
             operands |= {"gate bias": (biases[0][:, None], bias), "up bias": (biases[1][:, None], bias)}
-    if hidden:
-        names = ("hidden", "gate product", "up product") if facts.saved else ("hidden",)
-    else:
+    names: tuple[str, ...] = ("hidden", "gate product", "up product") if facts.saved else ("hidden",)
+    if not hidden:
         operands |= {"dy": (dy, of_rows), "down": (down, back)}
         names = ("dgate", "dup", "hidden", "dscale")
     outputs = {name: (jax.ShapeDtypeStruct((m, n), facts.dtype), made) for name in names}

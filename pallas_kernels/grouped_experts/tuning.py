@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Target
 from pallas_kernels.grouped_experts import examples, tpu
+from pallas_kernels.grouped_matmul.examples import MODELS
+from pallas_kernels.grouped_matmul.tpu import DTYPES
 from pallas_kernels.tiles import trying
 
 Key = dict[str, Any]
@@ -18,7 +20,7 @@ Key = dict[str, Any]
 def keys(platform: str) -> Iterator[Key]:
     """Yield what a tile depends on."""
     if platform == "tpu":
-        for product, dtype in itertools.product(("hidden", "gradients"), tpu.DTYPES):
+        for product, dtype in itertools.product(("hidden", "gradients"), DTYPES):
             yield {"product": product, "dtype": dtype}
 
 
@@ -36,7 +38,7 @@ def build(platform: str, key: Key, tile: dict[str, int]) -> tuple[Callable[..., 
 
     It is of Mixtral's experts, or of a small layer in float32.
     """
-    sizes = (1000, 4, 512, 384) if key["dtype"] == "float32" else examples.MODELS["mixtral"]
+    sizes = (1000, 4, 512, 384) if key["dtype"] == "float32" else MODELS["mixtral"]
     fn, shapes = examples.case(tpu.run, key["product"], sizes, key["dtype"], Target("", "tpu"))
 
     def with_tile(*arrays: Any) -> Any:

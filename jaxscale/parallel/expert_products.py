@@ -315,7 +315,7 @@ def _for_kernels(
     dtype = settings.arithmetic.dtype
 
     def whole(kernel: Any, embed: int) -> Array:
-        return _gathered(kernel.astype(dtype), kernel, embed, settings)  # type: ignore[no-any-return]
+        return _gathered(kernel.astype(dtype), kernel, embed, settings)
 
     gate, up, down = whole(weights.gate, 1), whole(weights.up, 1), whole(weights.down, 2)
     return grouped_experts.Arrays(rows.astype(dtype), scale, gate, up, down, sizes, biases)

@@ -242,8 +242,8 @@ def walk(
         )(own, other, todo, *arrays)
 
     if not before:
-        lists = (jnp.asarray(x[0]) for x in plan[:3])
-        return dict(zip(outs, call(*lists, plan.length, *operands.values()), strict=True))
+        first, second, third = (jnp.asarray(x[0]) for x in plan[:3])
+        return dict(zip(outs, call(first, second, third, plan.length, *operands.values()), strict=True))
     start = tuple(jnp.zeros(x.shape, x.dtype) for x in outs.values())
 
     def walk_piece(made: tuple[jax.Array, ...], piece: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], None]:

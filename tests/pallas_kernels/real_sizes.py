@@ -241,11 +241,15 @@ def _softmax_program(name: str, shape: tuple[int, int], dtype: str, direction: s
 
 
 def _blockwise(small: bool) -> Iterator[Work]:
-    shape = (64, 4096) if small else (4096, 4096)
+    rows = 64 if small else 4096
     parts = ("adamw: parameter", "adamw: state 0", "adamw: state 1")
-    for dtype in ("bfloat16", "float32"):
-        make = functools.partial(update_program, ADAMW, shape, (1, 128), dtype)
-        yield Work("blockwise", f"{math.prod(shape):,} parameters", dtype, parts, make, large=True)
+    for name, shape, tile, dtype in (
+        ("", (rows, 4096), (1, 128), "bfloat16"),
+        ("", (rows, 4096), (1, 128), "float32"),
+        (", heads of 64", (rows, 32, 64), (1, 2, 64), "bfloat16"),
+    ):
+        make = functools.partial(update_program, ADAMW, shape, tile, dtype)
+        yield Work("blockwise", f"{math.prod(shape):,} parameters{name}", dtype, parts, make, large=True)
 
 
 # cut cross-entropy -------------------------------------------------------------------------------------------------
@@ -305,25 +309,28 @@ def _plain_loss(
 
 # decode attention --------------------------------------------------------------------------------------------------
 
-_DECODES: tuple[tuple[str, int | None, bool, dict[str, Any]], ...] = (
-    ("contiguous", None, False, {}),
-    ("paged 16 ragged", 16, True, {}),
-    ("paged 128", 128, False, {}),
-    ("contiguous ragged", None, True, {}),
-    ("paged 128 ragged window softcap", 128, True, {"window": 1024, "softcap": 30.0}),
+_DECODES: tuple[tuple[str, int, int | None, bool, dict[str, Any]], ...] = (
+    ("contiguous", 128, None, False, {}),
+    ("paged 16 ragged", 128, 16, True, {}),
+    ("paged 128", 128, 128, False, {}),
+    ("contiguous ragged", 128, None, True, {}),
+    ("paged 128 ragged window softcap", 128, 128, True, {"window": 1024, "softcap": 30.0}),
+    ("width 256 paged 16 ragged", 256, 16, True, {}),
 )
-"""Name, keys of a page, whether rows have from an eighth of the keys to all, options."""
+"""Name, width of a head, keys of a page, whether rows have from an eighth of the keys to all, options."""
 
 
 def _decode(small: bool) -> Iterator[Work]:
     t = 1024 if small else 32768
-    for name, page, ragged, options in _DECODES:
-        make = functools.partial(_decode_program, t, page, ragged, options)
+    for name, width, page, ragged, options in _DECODES:
+        make = functools.partial(_decode_program, t, width, page, ragged, options)
         yield Work("decode_attention", f"{name} 8x{t}", "bfloat16", ("out", "lse"), make, large=True)
 
 
-def _decode_program(t: int, page: int | None, ragged: bool, options: dict[str, Any], seed: int | None) -> Program:
-    b, h, kv, d = 8, 32, 8, 128
+def _decode_program(
+    t: int, d: int, page: int | None, ragged: bool, options: dict[str, Any], seed: int | None
+) -> Program:
+    b, h, kv = 8, 32, 8
     page = page or t
     keys = jax.random.split(_key(seed), 3)
     sizes = ((b, 1, h, d), (b * t // page, page, kv, d), (b * t // page, page, kv, d))

@@ -99,10 +99,11 @@ class Layout:
 
     @functools.cached_property
     def resolved_rules(self) -> Rules:
-        """The `Rules`, also where `rules` is the name of a preset."""
-        if isinstance(self.rules, Rules):
-            return self.rules
-        return preset(self.rules, sequence_sharded=self.sequence_sharded)
+        """The `Rules`, also where `rules` is the name of a preset, as `Pipeline.vocabulary` changes them."""
+        rules = self.rules
+        if not isinstance(rules, Rules):
+            rules = preset(rules, sequence_sharded=self.sequence_sharded)
+        return rules if self.schedule.vocabulary == "sharded" else rules.with_whole_vocabulary()
 
     @functools.cached_property
     def schedule(self) -> Pipeline:

@@ -18,6 +18,7 @@ AT_MOST = 4
 """Most micro-batches per stage by default, which gives a bubble of about a fifth."""
 
 Gather = Literal["layer", "step"]
+Vocabulary = Literal["sharded", "whole"]
 
 _BOTH_ENDS = ("dualpipe", "chimera")
 
@@ -40,6 +41,10 @@ class Pipeline:
         each micro-batch are reduce-scattered. "step": once, before the first micro-batch, and gradients are
         reduce-scattered once, after the last; devices then hold a stage's parameters and float32 gradients whole during
         a step. If nothing else shards the layers, each stage then runs on its own clock.
+      vocabulary: how stages compute the embedding and the logits. "sharded": all together, each for its part of the
+        vocabulary; the residual stream before the first and after the last layer, and its gradients, are sent to all.
+        "whole": the first stage embeds and the last one computes the logits, from tables that each stage gathers
+        before the first micro-batch, and stages send each other the residual stream alone; for slow links between them.
 
     Raises:
       LayoutError: no such schedule, or a number below 1.
@@ -49,11 +54,14 @@ class Pipeline:
     microbatches: int | None = None
     chunks: int | None = None
     gather: Gather = "layer"
+    vocabulary: Vocabulary = "sharded"
 
     def __post_init__(self) -> None:
         name = self.schedule
         if self.gather not in get_args(Gather):
             raise LayoutError(f"Pipeline.gather = {self.gather!r}: must be 'layer' or 'step'")
+        if self.vocabulary not in get_args(Vocabulary):
+            raise LayoutError(f"Pipeline.vocabulary = {self.vocabulary!r}: must be 'sharded' or 'whole'")
         if name in _BOTH_ENDS:
             raise LayoutError(
                 f"schedule '{name}' starts micro-batches at both ends of the pipeline, which needs every stage's "

@@ -71,6 +71,11 @@ class Rules:
         whole = dict.fromkeys(("seq", "residual_seq", "expert_seq"))
         return dataclasses.replace(self, activations={**self.activations, **whole})
 
+    def with_whole_vocabulary(self) -> Rules:
+        """Return these rules with activations whose vocabulary pipeline stages do not shard (`Pipeline.vocabulary`)."""
+        over = tuple(m for m in self.target("activations", "vocab") if m != "pipeline")
+        return dataclasses.replace(self, activations={**self.activations, "vocab": over})
+
     def target(self, kind: Kind, axis: str) -> tuple[str, ...]:
         """Return the mesh axes that a logical axis is sharded over.
 

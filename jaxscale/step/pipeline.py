@@ -307,6 +307,11 @@ class Pipelined:
                 f"embedding, head, vectors and experts are summed over {' and '.join(batch_axes)} for every "
                 "micro-batch, and only those of other matrices once after the last"
             )
+        if self.layout.schedule.vocabulary == "whole":
+            notes.append(
+                "pipeline: each stage gathers the embedding and the head once a step; the first and the last stage use "
+                "them, and stages send each other the residual stream alone"
+            )
         if any(not self.stages.in_place(run) for run in range(len(self._runs))):
             notes.append(
                 "pipeline: layers are stored sharded along their width; every step sends each layer to its stage, and "

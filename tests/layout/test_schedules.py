@@ -268,6 +268,8 @@ def test_micro_batches_that_do_not_divide_the_batch_are_refused_with_the_nearest
 def test_parameters_are_gathered_by_layer_or_by_step():
     with raises_saying(LayoutError, "Pipeline.gather = 'stage'", "'layer' or 'step'"):
         Pipeline(gather="stage")
+    with raises_saying(LayoutError, "Pipeline.vocabulary = 'cut'", "'sharded' or 'whole'"):
+        Pipeline(vocabulary="cut")
 
 
 def test_micro_batches_that_are_no_multiple_of_the_stages_are_refused_with_the_nearest():

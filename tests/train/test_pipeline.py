@@ -80,6 +80,13 @@ def test_every_schedule_gives_the_same_numbers(schedule):
             ),
             pytest.param(Layout("fsdp=2,pipeline=2,data=2", pipeline="1f1b:2"), marks=pytest.mark.long),
             pytest.param(
+                Layout("pipeline=2,tensor=2,context=2", pipeline=Pipeline("zb-v", vocabulary="whole")),
+                marks=pytest.mark.long,
+            ),
+            pytest.param(
+                Layout("pipeline=4,data=2", pipeline=Pipeline("1f1b", vocabulary="whole")), marks=pytest.mark.long
+            ),
+            pytest.param(
                 Layout("pipeline=2,tensor=2", pipeline=Pipeline(random_schedule, 4, 2), sequence_sharded=True),
                 marks=pytest.mark.long,
             ),
@@ -95,7 +102,7 @@ def test_training_with_everything_on_gives_the_same_numbers(layout):
 
 @pytest.mark.parametrize(
     "pipeline",
-    [pytest.param("gpipe", marks=pytest.mark.long), Pipeline("zb-h1", gather="step")],
+    [pytest.param("gpipe", marks=pytest.mark.long), Pipeline("zb-h1", gather="step", vocabulary="whole")],
     ids=["gpipe", "zb-h1"],
 )
 def test_layers_that_do_not_divide_and_unlike_runs_give_the_same_numbers(pipeline):

@@ -119,6 +119,18 @@ def test_a_pipeline_sends_streams_to_its_neighbours_and_sums_at_its_ends():
     assert all(c.certain for c in sent if c.kind == "collective-permute")
 
 
+@pytest.mark.tpu_aot
+def test_stages_with_whole_tables_send_streams_to_their_neighbours_alone():
+    layout = Layout("pipeline=4", pipeline=Pipeline("gpipe", 4, vocabulary="whole"))
+    model = dataclasses.replace(MODEL, depth=4)
+    config = TrainConfig(model=model, layout=layout, batch_size=16, seq_len=128, prompt=None, clip_norm=None)
+    sent = [c for c in collectives(compile_step(config, "v5p:2x2x1"), layout.sizes) if c.payload > SCALARS]
+    ticks, stream = 14, STREAM // 4
+    assert Counter((c.kind, c.payload) for c in sent if c.times == ticks) == {("collective-permute", stream): 2}
+    once = [c for c in sent if c.times == 1]  # tables are gathered, and their gradients summed
+    assert len(once) == len(sent) - 2 and sum(c.payload for c in once) <= 2 * 4 * (TABLES + 256) + SCALARS
+
+
 # One of two layers' matrices and norms, a stage's half of the tables, and the last norm; `tensor` halves what is wide.
 OF_STAGES = {
     Layout("pipeline=2,data=2", "zero2", pipeline="gpipe:4"): ("v5p:2x2x1", 3_673_088),

@@ -36,9 +36,9 @@ _STREAM = ("batch", "residual_seq", "embed")
 class Stageable:
     """A model and its loss, as functions for the executor. `micro` is a micro-batch: a dict of arrays.
 
-    `begin` and `end` run on all stages together, each with its shard of the vocabulary; their results are equal on all
-    stages (see `jaxscale.parallel.ends`). Each replica has its own rows of a micro-batch, and objectives and sums are
-    added over replicas.
+    If stages shard the vocabulary, `begin` and `end` run on all together, each with its shard, and their results are
+    equal on all stages (see `jaxscale.parallel.ends`); else those of the first and the last stage count. Each replica
+    has its own rows of a micro-batch, and objectives and sums are added over replicas.
 
     Args:
       begin: (ends, micro) -> the input of the first layer.
@@ -104,30 +104,35 @@ def execute(
     Returns:
       the sums, and the gradients if the table has backward phases.
     """
+    together = any(AXIS in spec for spec in jax.tree.leaves(end_specs, is_leaf=_is_spec))
+    summed = replicas if together else (AXIS, *replicas)
 
     def local(chunks: Tree, ends: Tree, batch: Tree, shared: Tree, parts: Tree) -> tuple[Tree, Gradients | None]:
         chunks, parts = jax.tree.map(lambda a: a[0], (chunks, parts))
-        sums, grads = _Stage(table, model, apart, chunks, ends, batch, shared, parts).run()
-        sums = psum_float32(sums, replicas) if replicas else sums
+        sums, grads = _Stage(table, model, apart, together, chunks, ends, batch, shared, parts).run()
+        sums = psum_float32(sums, summed) if summed else sums
         return sums, grads and Gradients(
             *(jax.tree.map(lambda a, n=n: a[(None,) * n], g) for g, n in zip(grads, (2, 1), strict=True))
         )
 
     mine, whole, over = PartitionSpec(AXIS), PartitionSpec(), replicas or None
-    of_ends = jax.tree.map(lambda spec: PartitionSpec(over, *spec), end_specs, is_leaf=_is_spec)
+    of_ends = jax.tree.map(lambda spec: PartitionSpec(summed or None, *spec), end_specs, is_leaf=_is_spec)
     sums, grads = jax.shard_map(
         local,
         in_specs=(mine, end_specs, PartitionSpec(None, over), whole, mine),
         out_specs=(whole, None if table.phases == 1 else Gradients(PartitionSpec(AXIS, over), of_ends)),
         axis_names={AXIS, *replicas},
-        check_vma=False,  # gradients of the ends are per stage where they are sharded, and else equal on all stages
+        check_vma=False,  # what layers do inside is not known here
     )(chunks, ends, batch, shared, model.parts)
     return sums, grads and _over_replicas(grads, model)
 
 
 @jax.named_scope("sum_gradients")
 def _over_replicas(grads: Gradients, model: Stageable) -> Gradients:
-    """Sum replicas' gradients; outside of the `shard_map`, so that the partitioner can reduce-scatter them."""
+    """Sum gradients of replicas, and of stages that have the tables whole.
+
+    This is outside of the `shard_map`, so that the partitioner can reduce-scatter them.
+    """
 
     def terms(g: Array, axes: Sequence[str | None]) -> tuple[int, ...]:
         return tuple(range(1, g.ndim - 1 - len(axes)))  # dimensions between (stages) and (chunks, *axes)
@@ -168,6 +173,7 @@ class _Stage:
     table: Table
     model: Stageable
     apart: bool
+    together: bool
     chunks: Tree
     ends: Tree
     batch: Tree
@@ -211,9 +217,11 @@ class _Stage:
     @jax.named_scope(FORWARD)
     @jax.named_scope("begin_phase")
     def _begin(self, now: _Now) -> Tree:
-        """Compute the first layer's input, on all stages together."""
+        """Compute the first layer's input, on all stages together or on the first one."""
         m = now.all["begin"]
-        return lax.cond(m >= 0, lambda: self.model.begin(self.ends, self._micro(m)), lambda: self._zero)
+        return lax.cond(
+            self._enters(m, now.runs(F, 0)), lambda: self.model.begin(self.ends, self._micro(m)), lambda: self._zero
+        )
 
     @jax.named_scope(FORWARD)
     @jax.named_scope("forward_phase")
@@ -223,24 +231,25 @@ class _Stage:
 
     @jax.named_scope("end_phase")
     def _end(self, now: _Now, y: Tree, sums: Tree, grads: Tree) -> tuple[Tree, Tree, Tree]:
-        """Compute the loss of the last stage's output, on all stages together."""
-        m = now.all["end"]
+        """Compute the loss of the last stage's output, on all stages together or on the last one."""
+        m, mine = now.all["end"], now.runs(F, self._last)
 
         def end(sums: Tree, grads: Tree, y: Tree) -> tuple[Tree, Tree, Tree]:
             with jax.named_scope(FORWARD):
-                y = psum_float32(_where(now.runs(F, self._last), y), (AXIS,))
+                y = self._shared(_where(mine, y))
             if not self._trains:
-                return _add(sums, self.model.end(self.ends, y, self._micro(m))[1]), grads, None
+                return _add(sums, self._counted(mine, self.model.end(self.ends, y, self._micro(m))[1])), grads, None
 
             def loss(ends: Tree, y: Tree) -> tuple[Array, Tree]:
                 return self.model.end(ends, y, self._micro(m))
 
             _, pull, new = jax.vjp(loss, self.ends, y, has_aux=True)
-            dends, dy = pull(jnp.ones((), jnp.float32))
+            new, dends, dy = self._counted(mine, (new, *pull(jnp.ones((), jnp.float32))))
             return _add(sums, new), _add(grads, dends), dy
 
         nothing = self._zero if self._trains else None
-        return lax.cond(m >= 0, end, lambda sums, grads, y: (sums, grads, nothing), sums, grads, y)
+        enters = self._enters(m, mine)
+        return lax.cond(enters, end, lambda sums, grads, y: (sums, grads, nothing), sums, grads, y)
 
     @jax.named_scope(BACKWARD)
     @jax.named_scope("backward_phase")
@@ -266,15 +275,27 @@ class _Stage:
     @jax.named_scope(BACKWARD)
     @jax.named_scope("back_phase")
     def _back(self, now: _Now, dx: Tree, grads: Tree) -> Tree:
-        """Differentiate the embedding, on all stages together."""
-        m = now.all["back"]
+        """Differentiate the embedding, on all stages together or on the first one."""
+        m, mine = now.all["back"], now.runs(B, 0)
 
         def back(dx: Tree, grads: Tree) -> Tree:
-            dx = psum_float32(_where(now.runs(B, 0), dx), (AXIS,))
+            dx = self._shared(_where(mine, dx))
             pull = jax.vjp(lambda ends: self.model.begin(ends, self._micro(m)), self.ends)[1]
             return _add(grads, pull(dx)[0])
 
-        return lax.cond(m >= 0, back, lambda dx, grads: grads, dx, grads)
+        return lax.cond(self._enters(m, mine), back, lambda dx, grads: grads, dx, grads)
+
+    def _enters(self, m: Array, mine: Array) -> Array:
+        """Return whether this stage computes an embedding or a loss: where others need not take part, its own alone."""
+        return mine if self.apart and not self.together else m >= 0
+
+    def _shared(self, x: Tree) -> Tree:
+        """Send one stage's value, which is 0 on the others, to all that compute with it."""
+        return psum_float32(x, (AXIS,)) if self.together else x
+
+    def _counted(self, mine: Array, results: Tree) -> Tree:
+        """Return 0 in place of what a stage computed from a value that was not its own."""
+        return results if self.together else _where(mine, results)
 
     @jax.named_scope(BACKWARD)
     @jax.named_scope("weights_phase")

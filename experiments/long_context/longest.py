@@ -411,7 +411,7 @@ def picture() -> None:
             if points:
                 ax.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, linewidth=0.9, label=route)
         ax.axhline(capacity(hardware) / 2**30, color="black", linestyle=":", linewidth=0.8)
-        ax.set(xscale="log", title=hardware, xlabel="tokens a row", ylabel="GiB a device, compiled")
+        ax.set(xscale="log", xlim=(1e5, 2e7), title=hardware, xlabel="tokens a row", ylabel="GiB a device, compiled")
         ax.grid(alpha=0.25)
         ax.legend(frameon=False, fontsize=7)
     figure.savefig(HERE / "longest.png")

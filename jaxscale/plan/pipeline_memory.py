@@ -75,6 +75,10 @@ def walk_pipeline(
         of_chunk("sent to stages", uncast, chunks)
     elif layout.schedule.gather == "step":
         of_chunk("gathered", gathered, chunks)
+    holders = layout.stages if layout.schedule.vocabulary == "whole" else 1  # stages that hold the same rows of tables
+    if holders > 1:
+        for i in tables:  # those that are cast are gathered after that
+            heap.take(f"gathered {i.path}", uncast(i))
     for i in tables:  # a vocabulary that the devices do not divide is copied to the rows that stages use
         if (used := as_used(i, layout)) is not i:
             heap.take(f"{i.path}, in rows", local_bytes(used, layout, "params"))
@@ -83,9 +87,9 @@ def walk_pipeline(
     if table.phases > 2:
         stash.append(heap.take("stashed products", _pair_bytes(layer) * depth * (slots["pairs"] + 1)))
     of_chunk("gradient of", gradient, chunks)
-    heap.take("gradients of tables", ends.reduced)
+    heap.take("gradients of tables", ends.reduced * holders)
     cast = of_chunk("cast", lambda i: copied_bytes(i, inside, model.dtype))
-    cast += [heap.take(f"cast {i.path}", copied_bytes(i, inside, model.dtype)) for i in tables]
+    cast += [heap.take(f"cast {i.path}", copied_bytes(i, inside, model.dtype) * holders) for i in tables]
     ends = dataclasses.replace(ends, cast=0)  # casts last for the whole step, as those of layers do
     ends.look_up(heap, at_once=True)
     sent = [heap.take("a stage's input", layer.stream), heap.take("a stage's output", layer.stream)]

@@ -30,8 +30,8 @@ class Loader:
       group: number of consecutive rows of the source that belong together; whole groups are shuffled.
       shares: loaders that each read a share of a batch of `shares * batch_size` rows, for runs that train apart.
       share: which of them this is: rows `share * batch_size` and following of that batch.
-      even: micro-batches of a step in whose order a batch's rows are, such that devices have equal work in attention
-        (see `jaxscale.data.even_rows`); `None` leaves rows in the seeded order.
+      even: micro-batches of a step, and those of a pipeline in each, in whose order a batch's rows are, such that
+        devices have equal work in attention (see `jaxscale.data.even_rows`); `None` leaves rows in the seeded order.
       check: called with the rows of a batch that are read; may raise `DataError`.
 
     Raises:
@@ -45,7 +45,7 @@ class Loader:
     group: int = 1
     shares: int = 1
     share: int = 0
-    even: int | None = None
+    even: tuple[int, int] | None = None
     check: Callable[[Batch], None] | None = field(default=None, repr=False, compare=False)
     _order: Order = field(init=False, repr=False, compare=False)
 
@@ -97,7 +97,7 @@ class Loader:
         if self.even is None:
             return ids
         pairs = check_counts_pairs(self.source).pairs(ids).reshape(-1, self.group).sum(axis=1)
-        return ids.reshape(-1, self.group)[even_order(pairs, self.even)].reshape(-1)
+        return ids.reshape(-1, self.group)[even_order(pairs, *self.even)].reshape(-1)
 
     def batch_at(self, step: int, rows: slice | None = None) -> Batch:
         """Return the batch of a step, or a part of its rows.

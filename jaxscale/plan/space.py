@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxscale.errors import ConfigError, LayoutError
-from jaxscale.layout import Layout
+from jaxscale.layout import Layout, Pipeline
 from jaxscale.layout.axes import MESH_AXES
 from jaxscale.nn import POLICIES, ContextKernel, MixtureOfExperts, dot_product_attention
 from jaxscale.optim import check_state
@@ -123,8 +123,10 @@ def _layouts(config: TrainConfig, sizes: dict[str, int], slices: int) -> Iterato
             yield dataclasses.replace(layout, sequence_sharded=sharded)
 
 
-def _batches(config: TrainConfig, layout: Layout, space: Space) -> Iterator[tuple[int, str | None]]:
-    """Yield numbers of accumulated micro-batches, and pipeline schedules (`None` without stages)."""
+def _batches(config: TrainConfig, layout: Layout, space: Space) -> Iterator[tuple[int, str | Pipeline | None]]:
+    """Yield numbers of accumulated micro-batches, and pipelines (`None` without stages), which gather as the run's."""
+    assert config.layout is not None
+    of_run = config.layout.schedule
     layout.spec(("batch", "seq"), (config.batch_size, config.seq_len), kind="activations", name="a batch")
     rows = config.batch_size // layout.split("batch")
     if layout.stages == 1:
@@ -133,4 +135,6 @@ def _batches(config: TrainConfig, layout: Layout, space: Space) -> Iterator[tupl
     for name in space.schedules:
         for n in space.per_stage:
             if n * layout.stages <= space.microbatches and rows % (n * layout.stages) == 0:
-                yield 1, f"{name}:{n * layout.stages}"
+                short = f"{name}:{n * layout.stages}"
+                pipeline = dataclasses.replace(Pipeline.of(short), gather=of_run.gather, vocabulary=of_run.vocabulary)
+                yield 1, short if pipeline == Pipeline.of(short) else pipeline

@@ -71,8 +71,8 @@ class TrainConfig:
         your own `Objective`; in Python also a function of the module and a batch that returns the loss of each row.
       balance_rate: how much a step changes the biases of balanced routers (see `jaxscale.nn.SigmoidRouter`).
       packing: how documents fill rows: "stream" (cut from the concatenation) or "fit" (whole if they fit, padded).
-      even_rows: order the rows of each step such that devices and micro-batches have equal work in causal attention,
-        by the lengths of documents; the rows of a step stay the same (see `jaxscale.data.even_rows`).
+      even_rows: order the rows of each step such that devices, and micro-batches of a pipeline, have equal work in
+        attention, by the lengths of documents; the rows of a step stay the same (see `jaxscale.data.even_rows`).
       segments: whether attention stays within a document, and positions restart in each; else a row is one document.
       eval_every: steps between evaluations on held-out documents; 0 evaluates only at the end.
       eval_batches: batches of an evaluation; 0 never evaluates.

@@ -8,7 +8,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,9 @@ from jaxscale.parallel.seeds import HEAD, random_products
 from jaxscale.step.loss import Loss
 from jaxscale.step.objective import Batch, Objective, Totals, check_additive
 from jaxscale.step.state import Blueprint
+
+if TYPE_CHECKING:
+    from jaxscale.step.config import TrainConfig
 
 Tree = Any
 
@@ -453,6 +456,18 @@ def kernels_of(graphdef: nnx.GraphDef[Any], infos: Tree) -> Tree:
     model = nnx.merge(graphdef, infos)
     linear = {path_name((*path, "kernel")) for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
     return jax.tree.map(lambda i: i.path in linear, infos)
+
+
+def in_pipeline(config: TrainConfig) -> int:
+    """Return the number of a pipeline's micro-batches in each of a step's (`accumulate`); 1 without stages.
+
+    Args:
+      config: the run's settings, which fit its layout.
+    """
+    layout = config.layout
+    if layout is None or layout.stages == 1:
+        return 1
+    return layout.schedule.microbatches_of(layout.stages, config.micro_batch, layout.split("batch"))
 
 
 def split_rows(blueprint: Blueprint, batch: Batch, parts: int, group: int = 1) -> Batch:

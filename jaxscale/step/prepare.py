@@ -44,7 +44,7 @@ from jaxscale.step.histograms import with_histograms
 from jaxscale.step.number_types import check_number_types
 from jaxscale.step.objective import Totals, terms_of
 from jaxscale.step.objective_checks import check_linear, check_numbers, merge_totals
-from jaxscale.step.pipeline import is_pipelined, pipelined
+from jaxscale.step.pipeline import in_pipeline, is_pipelined, pipelined
 from jaxscale.step.state import Blueprint
 from jaxscale.step.step import batch_shardings, jit_step, make_eval
 from jaxscale.step.stored import refuse_training
@@ -198,7 +198,7 @@ def prepare(config: TrainConfig) -> Prepared:
         documents = functools.partial(_check_documents, config.model)
         for batch in (b for batches in heldout.values() for b in batches):
             documents(batch)
-    even = config.accumulate if config.even_rows else None
+    even = (config.accumulate, in_pipeline(config)) if config.even_rows else None
     loader = Loader(source, config.batch_size, config.seed, config.objective.group, even=even, check=documents)
     return Prepared(blueprint, schedule, loader, heldout, shardings, by_degree)
 

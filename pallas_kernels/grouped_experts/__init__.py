@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, best, dispatch
 from pallas_kernels.grouped_experts import tpu, xla
-from pallas_kernels.grouped_experts.inputs import Arrays, checked, swiglu
+from pallas_kernels.grouped_experts.inputs import Arrays, checked, swiglu, why_not_inside
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_outer, grouped_sum
 
 __all__ = ["IMPLEMENTATIONS", "Arrays", "backward", "forward", "grouped_experts", "swiglu", "why_not"]
@@ -82,6 +82,8 @@ def why_not(arrays: Arrays, activation: Callable[..., jax.Array], *, saves: bool
       activation: see `grouped_experts`.
       saves: likewise.
     """
+    if (why := why_not_inside(activation)) is not None:
+        return why
     facts, _ = checked(arrays, activation, saves)
     choice = best(_OP, IMPLEMENTATIONS, {"facts": facts})
     if choice.implementation != IMPLEMENTATIONS[-1].name:

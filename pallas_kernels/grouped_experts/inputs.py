@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.arguments import as_int32
 from pallas_kernels.errors import KernelError
 
-__all__ = ["Arrays", "Facts", "checked", "swiglu"]
+__all__ = ["Arrays", "Facts", "checked", "swiglu", "why_not_inside"]
 
 _OP = "grouped_experts"
 
@@ -74,6 +74,22 @@ class Facts:
     saved: bool
     biased: bool
     activation: Callable[..., jax.Array]
+
+
+def why_not_inside(activation: Callable[..., jax.Array]) -> str | None:
+    """Return why an activation cannot be computed inside a kernel, or `None`.
+
+    Args:
+      activation: see `grouped_experts`.
+    """
+    try:
+        hash(activation)
+    except TypeError:
+        return f"the activation {activation!r} cannot be hashed"
+    tile = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    if jax.make_jaxpr(activation)(tile, tile).consts:
+        return "the activation reads arrays that are not its arguments"
+    return None
 
 
 def checked(

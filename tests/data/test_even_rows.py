@@ -43,7 +43,7 @@ def test_pairs_are_those_of_the_rows_segments(name):
 @pytest.mark.parametrize("name", ["stream", "fit", "mixture"])
 def test_devices_have_nearly_equal_work_in_the_rows_of_the_same_step(name):
     source = _sources()[name]
-    plain, even = (Loader(source, 48, seed=3, even=even) for even in (None, 2))
+    plain, even = (Loader(source, 48, seed=3, even=even) for even in (None, (2, 1)))
     assert plain.fingerprint != even.fingerprint
 
     def slowest(loader, step, devices):
@@ -66,7 +66,9 @@ def test_micro_batches_have_rows_of_like_work_and_groups_stay_together():
     of_micro = pairs[even_order(pairs, 3)].reshape(-1, 3).T
     assert (of_micro.min(axis=1)[:-1] > of_micro.max(axis=1)[1:]).all()
     assert np.ptp(of_micro.reshape(3, 4, 2).sum(axis=2), axis=1).max() <= 2
-    ids = Loader(pack(_documents(), "stream", SEQ), 24, group=2, even=1).ids_at(0).reshape(-1, 2)
+    stages = pairs[even_order(pairs, 2, 3)].reshape(-1, 3, 2)  # rows, micro-batches of the pipeline, of the step
+    assert stages[..., 0].min() > stages[..., 1].max() and np.ptp(stages.sum(axis=0), axis=0).max() <= 2
+    ids = Loader(pack(_documents(), "stream", SEQ), 24, group=2, even=(1, 1)).ids_at(0).reshape(-1, 2)
     np.testing.assert_array_equal(ids[:, 0] + 1, ids[:, 1])
 
 
@@ -74,6 +76,6 @@ def test_rows_without_documents_and_settings_without_effect_are_refused():
     rows = ArrayRows("rows of mine", [{"tokens": np.zeros(4, np.int32)}] * 8, "train", 0.0, 1, "mine", 4)
     for source in (rows, MixtureSource([pack(_documents(), "fit", SEQ), rows], [1, 1], "both")):
         with raises_saying(DataError, "train.even_rows", "'rows of mine'", "train.even_rows = False"):
-            Loader(source, 4, even=1)
+            Loader(source, 4, even=(1, 1))
     with raises_saying(ConfigError, "train.segments = False", "equal work"):
         dataclasses.replace(TrainConfig(), even_rows=True, segments=False)

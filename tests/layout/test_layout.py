@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale import config
 from jaxscale.errors import LayoutError
 from jaxscale.infer.cache import generating
-from jaxscale.layout import Layout, Rules, TensorInfo, constrain, current, describe, say_once
+from jaxscale.layout import Layout, Pipeline, Rules, TensorInfo, constrain, current, describe, say_once
 from tests.truth.compiled import compilations
 from tests.truth.errors import raises_saying
 
@@ -215,6 +215,8 @@ def test_the_same_function_on_two_sets_of_devices_runs_on_each():
     first, second = (layout.on(jax.devices()[at : at + 2]) for at in (0, 2))
     assert len({layout, first, second, layout.on(jax.devices()[:2])}) == 3
     assert generating(first) != generating(second)
+    whole = Layout("pipeline=2", pipeline=Pipeline(vocabulary="whole"))
+    assert whole.cut("vocab") == () and generating(whole).cut("vocab") == ("pipeline",)
 
     @jax.jit
     def doubled(x):

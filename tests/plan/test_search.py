@@ -14,6 +14,7 @@ import jaxscale as js
 from jaxscale.cli import main
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.hardware import Topology, topology
+from jaxscale.layout import Pipeline
 from jaxscale.layout.mesh import parse_mesh
 from jaxscale.nn import MixtureOfExperts, RingAttention, UlyssesAttention, flash_attention
 from jaxscale.plan import Space, plan_for, search
@@ -168,6 +169,13 @@ def test_layouts_over_slices_divide_one_axis():
     layouts = {c.config.layout for c in candidates(CONFIG, 8, SMALL, slices=2)}
     assert {one.across for one in layouts} == {"pipeline", "data", "fsdp"}
     assert all(parse_mesh(one.mesh)[one.across] % 2 == 0 for one in layouts)
+
+
+def test_candidates_gather_and_cut_the_vocabulary_as_the_run():
+    of_run = dataclasses.replace(CONFIG.layout, pipeline=Pipeline("1f1b", gather="step", vocabulary="whole"))
+    config = dataclasses.replace(CONFIG, layout=of_run)
+    schedules = {c.config.layout.schedule for c in candidates(config, 8, SMALL) if c.config.layout.stages > 1}
+    assert schedules and {(one.gather, one.vocabulary) for one in schedules} == {("step", "whole")}
 
 
 def test_what_cannot_be_searched_is_one_sentence():

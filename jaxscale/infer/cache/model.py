@@ -171,5 +171,5 @@ def generating(layout: Layout | None) -> Layout | None:
     """
     if layout is None:
         return None
-    rules = layout.resolved_rules.for_generation()
-    return dataclasses.replace(layout, rules=rules, sequence_sharded=False, pipeline=None)
+    layout = dataclasses.replace(layout, pipeline=None)  # first, since `Pipeline.vocabulary` changes rules of training
+    return dataclasses.replace(layout, rules=layout.resolved_rules.for_generation(), sequence_sharded=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -119,6 +120,14 @@ def facts(product="hidden", dtype="bfloat16", k=4096, n=14336, saved=False):
 )
 def test_what_the_kernels_do_not_serve_has_a_reason(of, words):
     assert words in tpu.supported(V5E, facts=of)
+
+
+def test_activations_that_no_kernel_can_hold_are_computed_by_separate_products():
+    largest = jnp.float32(7)
+    assert "reads arrays" in inputs.why_not_inside(lambda gate, up: jnp.minimum(gate, largest) * up)
+    assert inputs.why_not_inside(lambda gate, up: jnp.minimum(gate, 7.0) * up) is None
+    unhashable = dataclasses.make_dataclass("Own", [], namespace={"__call__": lambda self, gate, up: gate * up})()
+    assert "cannot be hashed" in inputs.why_not_inside(unhashable)
 
 
 def test_models_have_a_tile_that_fits_and_wider_ones_a_narrower_tile():

@@ -11,20 +11,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.arguments import as_int32
 from pallas_kernels.errors import KernelError
+from pallas_kernels.routed_experts.inputs import swiglu
 
 __all__ = ["Arrays", "Facts", "checked", "swiglu", "why_not_inside"]
 
 _OP = "grouped_experts"
-
-
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Return `silu(gate) * up` (Shazeer 2020).
-
-    Args:
-      gate: the gate's product.
-      up: the other product.
-    """
-    return jax.nn.silu(gate) * up
 
 
 class Arrays(NamedTuple):

@@ -11,6 +11,7 @@ memory (`saves`).
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,14 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import Implementation, best, dispatch
+from pallas_kernels.dispatch import Implementation, best, device, dispatch
 from pallas_kernels.grouped_experts import tpu, xla
-from pallas_kernels.grouped_experts.inputs import Arrays, checked, swiglu, why_not_inside
+from pallas_kernels.grouped_experts.inputs import Arrays, checked, swiglu
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_outer, grouped_sum
 
 __all__ = ["IMPLEMENTATIONS", "Arrays", "backward", "forward", "grouped_experts", "swiglu", "why_not"]
 
 _OP = "grouped_experts"
+_log = logging.getLogger("pallas_kernels")
 
 IMPLEMENTATIONS = (
     Implementation("mosaic_tpu", ("tpu",), tpu.supported, tpu.run),
@@ -82,13 +84,24 @@ def why_not(arrays: Arrays, activation: Callable[..., jax.Array], *, saves: bool
       activation: see `grouped_experts`.
       saves: likewise.
     """
-    if (why := why_not_inside(activation)) is not None:
+    try:
+        hash(activation)
+    except TypeError:
+        why = f"the activation {activation!r} cannot be hashed"
+        if device().platform == "tpu":
+            _say(f"{_OP}: {why}, so that experts take separate products; use a function or a frozen dataclass")
         return why
     facts, _ = checked(arrays, activation, saves)
     choice = best(_OP, IMPLEMENTATIONS, {"facts": facts})
     if choice.implementation != IMPLEMENTATIONS[-1].name:
         return None
     return "; ".join(why for _, why in choice.why_not) or f"there is no kernel for {choice.kind or choice.platform}"
+
+
+@functools.cache
+def _say(sentence: str) -> None:
+    """Log a warning, the first time."""
+    _log.warning(sentence)
 
 
 def forward(

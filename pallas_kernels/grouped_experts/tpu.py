@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.dispatch import Target
 from pallas_kernels.grouped_experts import examples
-from pallas_kernels.grouped_experts.inputs import Facts
+from pallas_kernels.grouped_experts.inputs import Facts, why_not_inside
 from pallas_kernels.grouped_matmul.tpu import DTYPES, LANES, PART, VMEM, dot, each_part, inside, part_of, steps_of
 from pallas_kernels.tiles import lookup
 
@@ -38,6 +38,8 @@ def supported(target: Target, *, facts: Facts) -> str | None:
         return "an operand is empty"
     if facts.dtype == "float32" and facts.k > _WIDEST:
         return f"float32 rows have at most {_WIDEST} columns, not {facts.k}"
+    if (why := why_not_inside(facts.activation)) is not None:
+        return why
     if tile_of(target, facts) is None:
         return f"rows of {facts.k} columns and two tiles of matrices take over {VMEM} bytes of VMEM"
     return None

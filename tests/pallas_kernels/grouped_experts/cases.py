@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,10 @@ def arrays(
     """Return the arguments of `grouped_experts` up to `biases`, and dy; rows after the last group are large numbers."""
     random, (sizes, _, biased) = np.random.default_rng(seed), FEATURES[feature]
     sizes = np.asarray(sizes, np.int32) * times - np.asarray(sizes, np.int32) % 7 * (times > 1)
-    draw = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)  # noqa: E731
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(random.normal(size=shape), jnp.float32)
+
     after, groups = jnp.arange(m)[:, None] >= sizes.sum(), len(sizes)
     rows, dy = (jnp.where(after, 1e4, draw(m, e)).astype(dtype) for _ in range(2))
     matrices = [(draw(groups, *s) / s[0] ** 0.5).astype(dtype) for s in ((e, f), (e, f), (f, e))]
@@ -46,7 +50,7 @@ def plain(rows: Any, scale: Any, gate: Any, up: Any, down: Any, sizes: Any, bias
     """Return the layer by ordinary products: every row by every group's matrices, of which its group's is selected."""
     group = np.repeat(np.arange(len(sizes) + 1), np.append(sizes, len(rows) - sizes.sum()))
     member = (group[:, None] == jnp.arange(len(sizes)))[:, :, None]
-    dot = lambda s, a, b: jnp.einsum(s, a, b, precision="highest")  # noqa: E731
+    dot = functools.partial(jnp.einsum, precision="highest")
     rows = jnp.where(jnp.any(member, axis=1), rows, 0)  # in float16 those after the last group would overflow
     products = [dot("mk,xkn->mxn", rows, w) for w in (gate, up)]
     if biases is not None:

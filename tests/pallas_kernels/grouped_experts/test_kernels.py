@@ -14,7 +14,7 @@ from jaxscale.testing.ops import allowed, error_of
 from pallas_kernels import grouped_experts as op
 from pallas_kernels import tiles
 from pallas_kernels.aot import compile_kernel
-from pallas_kernels.dispatch import KernelError, Target, interpreted
+from pallas_kernels.dispatch import KernelError, Target, interpreted, on_device
 from pallas_kernels.gate import configurations
 from pallas_kernels.grouped_experts import grouped_experts, inputs, tpu
 from pallas_kernels.grouped_matmul.examples import MODELS
@@ -122,12 +122,15 @@ def test_what_the_kernels_do_not_serve_has_a_reason(of, words):
     assert words in tpu.supported(V5E, facts=of)
 
 
-def test_activations_that_no_kernel_can_hold_are_computed_by_separate_products():
-    largest = jnp.float32(7)
-    assert "reads arrays" in inputs.why_not_inside(lambda gate, up: jnp.minimum(gate, largest) * up)
-    assert inputs.why_not_inside(lambda gate, up: jnp.minimum(gate, 7.0) * up) is None
-    unhashable = dataclasses.make_dataclass("Own", [], namespace={"__call__": lambda self, gate, up: gate * up})()
-    assert "cannot be hashed" in inputs.why_not_inside(unhashable)
+def test_activations_that_no_kernel_can_hold_are_computed_by_separate_products(caplog):
+    largest, of_case = jnp.float32(7), facts(k=256, n=256)
+    reads, plain = (lambda gate, up: jnp.minimum(gate, largest) * up), (lambda gate, up: jnp.minimum(gate, 7.0) * up)
+    assert "reads arrays" in tpu.supported(V5E, facts=dataclasses.replace(of_case, activation=reads))
+    assert tpu.supported(V5E, facts=dataclasses.replace(of_case, activation=plain)) is None
+    arrays = inputs.Arrays(*cases.arrays("one has 90%", "float32")[:6])
+    with on_device("TPU v5 lite"):
+        assert "cannot be hashed" in op.why_not(arrays, [], saves=True)
+    assert "experts take separate products; use a function or a frozen dataclass" in caplog.text
 
 
 def test_models_have_a_tile_that_fits_and_wider_ones_a_narrower_tile():

@@ -1,4 +1,4 @@
-"""Orders the rows of a step such that devices and micro-batches have equal work in causal attention, by its cost.
+"""Orders the rows of a step such that devices have equal work in causal attention.
 
 Packed rows have as many tokens each, but a row that is one document has many more pairs of a query and a key than a row
 of many: `sum of n * (n + 1) / 2` over its documents of n tokens. Where devices wait for each other, the one with the

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -218,24 +218,26 @@ class MixtureSource:
 
     def rows(self, ids: Int64[np.ndarray, " b"]) -> Batch:
         """Return rows by number; see `Source`."""
-        ids = np.asarray(ids)
-        parts = np.searchsorted(self._first, ids, side="right") - 1
         batch: Batch = {}
-        for part in np.unique(parts):
-            mine = parts == part
-            for key, rows in self.sources[part].rows(ids[mine] - self._first[part]).items():
+        for source, mine, own in self._by_part(ids):
+            for key, rows in source.rows(own).items():
                 batch.setdefault(key, np.zeros((len(ids), *rows.shape[1:]), rows.dtype))[mine] = rows
         return batch
 
     def pairs(self, ids: Int64[np.ndarray, " b"]) -> Int64[np.ndarray, " b"]:
         """See `jaxscale.data.even_rows.CountsPairs`, which all parts are."""
+        pairs = np.zeros(len(ids), np.int64)
+        for source, mine, own in self._by_part(ids):
+            pairs[mine] = source.pairs(own)  # type: ignore[attr-defined]
+        return pairs
+
+    def _by_part(self, ids: Int64[np.ndarray, " b"]) -> Iterator[tuple[Source, np.ndarray, Int64[np.ndarray, " n"]]]:
+        """Yield each part that has some of the rows: its source, which rows, and their numbers in the source."""
         ids = np.asarray(ids)
         parts = np.searchsorted(self._first, ids, side="right") - 1
-        pairs = np.zeros(len(ids), np.int64)
         for part in np.unique(parts):
             mine = parts == part
-            pairs[mine] = self.sources[part].pairs(ids[mine] - self._first[part])
-        return pairs
+            yield self.sources[part], mine, ids[mine] - self._first[part]
 
 
 def _is_weight(value: object) -> bool:

@@ -156,7 +156,7 @@ class Stream(_Packed):
         return _pairs(row, length, len(ids))
 
     def _pieces(self, ids: Int64[np.ndarray, " b"]) -> tuple[Int64[np.ndarray, " p"], ...]:
-        """Return of each piece its row in `ids`, its number there, its document, and its first target and length."""
+        """Return for each piece: its row in `ids`, number within the row, document, first target, and length."""
         bounds = self._bounds
         begin = np.asarray(ids, np.int64) * self.seq_len
         end = begin + self.seq_len
@@ -221,7 +221,7 @@ class Fit(_Packed):
         return _pairs(row, self._length[piece], len(ids))
 
     def _pieces(self, ids: Int64[np.ndarray, " b"]) -> tuple[Int64[np.ndarray, " p"], ...]:
-        """Return of each piece its row in `ids`, its number there, and its number of all."""
+        """Return for each piece: its row in `ids`, number within the row, and number among all pieces."""
         first = self._first[ids]
         row, nth = _spread(self._first[np.asarray(ids) + 1] - first)
         return row, nth, first[row] + nth

@@ -7,13 +7,15 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxscale.data import Loader
+from jaxscale.data import Loader, text_files
 from jaxscale.data.array_rows import ArrayRows
 from jaxscale.data.even_rows import even_order
 from jaxscale.data.mixing import MixtureSource
 from jaxscale.data.packing import Documents, pack
 from jaxscale.errors import ConfigError, DataError
-from jaxscale.step import TrainConfig
+from jaxscale.layout import Layout
+from jaxscale.models import TransformerConfig
+from jaxscale.step import TrainConfig, prepare
 from tests.truth.errors import raises_saying
 
 SEQ = 64
@@ -70,6 +72,17 @@ def test_micro_batches_have_rows_of_like_work_and_groups_stay_together():
     assert stages[..., 0].min() > stages[..., 1].max() and np.ptp(stages.sum(axis=0), axis=0).max() <= 2
     ids = Loader(pack(_documents(), "stream", SEQ), 24, group=2, even=(1, 1)).ids_at(0).reshape(-1, 2)
     np.testing.assert_array_equal(ids[:, 0] + 1, ids[:, 1])
+
+
+def test_a_run_orders_rows_for_its_micro_batches_and_those_of_its_pipeline(tmp_path):
+    (tmp_path / "a.txt").write_text("some words, and more of them\n" * 400)
+    config = TrainConfig(
+        model=TransformerConfig(depth=2, width=16, heads=2, vocab=256), data=text_files(str(tmp_path / "*.txt")),
+        batch_size=16, seq_len=16, accumulate=2, eval_batches=0, layout=Layout("pipeline=2", pipeline="1f1b:4"),
+    )  # fmt: skip
+    for layout, even in ((config.layout, (2, 4)), (Layout("data=2"), (2, 1)), (None, (2, 1))):
+        assert prepare(dataclasses.replace(config, layout=layout, even_rows=True)).loader.even == even
+    assert prepare(config).loader.even is None
 
 
 def test_rows_without_documents_and_settings_without_effect_are_refused():

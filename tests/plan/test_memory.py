@@ -10,6 +10,7 @@ from jax.experimental import topologies
 
 import jaxscale as js
 from jaxscale.errors import ConfigError, LayoutError
+from jaxscale.layout import Pipeline
 from jaxscale.models import TransformerConfig
 from jaxscale.models.presets import llama3_8b
 from jaxscale.nn import MixtureOfExperts, flash_attention
@@ -162,6 +163,17 @@ def test_stages_stash_what_their_schedule_has_in_flight(schedule):
     stash = (slots["inputs"] + slots["cotangents"] + 2) * micro
     products = result.saved - stash - 2 * micro  # two layers' inputs
     assert products == 0 if schedule != "zb-h1:8" else products > 2 * 512 * 1024 * 2
+
+
+def test_stages_with_whole_vocabularies_hold_the_tables_and_their_gradients_whole():
+    model = dataclasses.replace(TINY.model, vocab=65536, memory="full")
+
+    def peak(vocabulary):
+        layout = js.Layout("pipeline=4", pipeline=Pipeline("1f1b", 8, vocabulary=vocabulary))
+        return estimate(dataclasses.replace(TINY, model=model, layout=layout, seq_len=8), TOPOLOGY).peak
+
+    rest = 2 * 65536 * 256 * 3 // 4  # numbers in the three quarters of both tables that other stages had
+    assert peak("whole") - peak("sharded") > rest * (4 + 2)  # float32 gradients, and casts to bfloat16
 
 
 def test_layers_that_do_not_divide_are_dealt_out_and_padded():

@@ -88,7 +88,11 @@ def test_each_policy_recomputes_what_it_names():
 def test_a_layer_knows_what_it_computes_again():
     def traced(policy):
         again = []
-        layer = lambda x: (again.append((recomputed("mlp_up"), recomputed("norm"))), x)[1]  # noqa: E731
+
+        def layer(x):
+            again.append((recomputed("mlp_up"), recomputed("norm")))
+            return x
+
         jax.eval_shape(policy.checkpoint(layer), 1.0)
         return again
 

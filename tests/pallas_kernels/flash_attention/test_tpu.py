@@ -184,8 +184,10 @@ def test_every_tile_that_is_seen_is_met_once_and_no_other(name, own, most, monke
 
 def test_causal_costs_half_the_steps_with_segments_too_and_a_window_a_constant_number():
     tile = 32  # twice the queries of a tile make tiles square
-    of = lambda n, mask, **data: Cut(mask, B, n * tile, n * tile, 2, 1, tile, tile, **data)  # noqa: E731
-    count = lambda *a, **data: step_counts(of(*a, **data), "queries").sum()  # noqa: E731
+
+    def count(n, mask, **data):
+        return step_counts(Cut(mask, B, n * tile, n * tile, 2, 1, tile, tile, **data), "queries").sum()
+
     none = {"segments": False, "positions": False}
     assert count(20, Mask(), **none) == 400
     assert count(20, Mask(True), **none) == 210

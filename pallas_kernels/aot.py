@@ -307,6 +307,8 @@ class Report:
 def kernel_reports(fn: Callable[..., Any], *shapes: Any, topology: str | None = "h200") -> list[Report]:
     """Compile a function for a GPU and return ptxas' report on each Mosaic kernel in it.
 
+    JAX compiles a kernel once in a process, also for two functions; the second gets the report of the first.
+
     Args:
       fn: the function that one device runs.
       *shapes: trees of `jax.ShapeDtypeStruct`: its arguments.
@@ -322,13 +324,23 @@ def kernel_reports(fn: Callable[..., Any], *shapes: Any, topology: str | None = 
         jax.clear_caches()
         try:
             if topology is None:
-                jax.jit(fn).lower(*shapes).compile()
+                compiled = jax.jit(fn).lower(*shapes).compile()
             else:
-                compile_kernel(fn, *shapes, topology=topology)
+                compiled = compile_kernel(fn, *shapes, topology=topology)
         finally:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
-        return [_read_report(path) for path in sorted(Path(folder).glob("*.ptxas"))]
+        reports = [_read_report(path) for path in sorted(Path(folder).glob("*.ptxas"))]
+    kernels = set(_KERNEL_HASH.findall(compiled.as_text() or ""))
+    before_this = [r for kernel in sorted(kernels) for r in _REPORTS.get(kernel, ())]
+    if reports:  # which report is which kernel's is not written down, so each new kernel has all of them
+        _REPORTS.update((kernel, reports) for kernel in kernels if kernel not in _REPORTS)
+    return list(dict.fromkeys(reports + before_this))
+
+
+_KERNEL_HASH = re.compile(r'kernel_hash = "((?:[^"\\]|\\.)*)"')
+_REPORTS: dict[str, list[Report]] = {}
+"""Reports of the kernels that this process has compiled, by XLA's hash."""
 
 
 def _read_report(path: Path) -> Report:

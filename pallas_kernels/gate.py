@@ -63,7 +63,7 @@ def gate_gpu(fn: Callable[..., Any], shapes: tuple[Any, ...], topology: str) -> 
     except Exception as e:  # the compiler raises many types
         return [], f"does not compile: {str(e).strip().splitlines()[0][:200]}"
     if not reports:
-        return [], "no kernel was compiled: the function has none, or this process has compiled the same one before"
+        return [], "no kernel was compiled: the function has none, or it was compiled before without a report"
     return reports, next((r.problem for r in reports if r.problem), None)
 
 
@@ -95,7 +95,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--backend", choices=("gpu", "tpu"), default="gpu", help="default %(default)s")
     jobs = min(4, os.cpu_count() or 1)
     parser.add_argument("--jobs", type=int, default=jobs, help="number of processes that compile (default %(default)s)")
+    parser.add_argument("--share", default="1/1", metavar="K/N", help="compile the Kth of N parts (default: all)")
     args = parser.parse_args(argv)
+    part, _, parts = args.share.partition("/")
+    if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
+        parser.error(f"--share {args.share}: it is K/N with 1 <= K <= N, such as 2/3")
     if args.jobs < 1:
         parser.error(f"--jobs {args.jobs}: must be at least 1")
     here = operations(args.backend)
@@ -108,22 +112,28 @@ def main(argv: list[str] | None = None) -> int:
     ops = tuple(args.op or here)
     # spawn, not fork: a forked process would share this one's JAX runtime
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        started = [pool.submit(_gate, ops, args.backend, i, args.jobs) for i in range(args.jobs)]
-        counts = [one.result() for one in started]
-    passed, failed = (sum(column) for column in zip(*counts, strict=True))
-    print(f"{passed} passed, {failed} failed")
+        share = slice(int(part) - 1, None, int(parts))
+        started = [pool.submit(_gate, ops, args.backend, share, i, args.jobs) for i in range(args.jobs)]
+        ended = [one.result() for one in started]
+    passed, failed = sum(one[0] for one in ended), [line for one in ended for line in one[1]]
+    if failed:
+        print("\nfailed:\n" + "".join(failed))
+    print(f"{passed} passed, {len(failed)} failed")
     return 1 if failed or not passed else 0
 
 
-def _gate(ops: tuple[str, ...], backend: str, first: int, stride: int) -> tuple[int, int]:
-    """Compile every `stride`-th configuration from the `first` on; return how many passed and how many failed."""
-    passed = failed = 0
+def _gate(ops: tuple[str, ...], backend: str, share: slice, first: int, stride: int) -> tuple[int, list[str]]:
+    """Compile every `stride`-th configuration of a share; return how many passed, and the lines of the failed ones."""
+    passed, failed = 0, list[str]()
     every = [(op, *configuration) for op in ops for configuration in configurations(op, backend)]
-    for op, name, fn, shapes in every[first::stride]:
+    for op, name, fn, shapes in every[share][first::stride]:
         for what, problem, seconds in _results(backend, fn, shapes):
-            passed, failed = passed + (problem is None), failed + (problem is not None)
-            # a single write, so that lines of several processes do not mix
-            print(f"{op:10s} {name:44s} {what} {seconds:5.1f}s  {problem or 'ok'}\n", end="", flush=True)
+            line = f"{op:10s} {name:44s} {what} {seconds:5.1f}s  {problem or 'ok'}\n"
+            if problem:
+                failed.append(line)
+            else:
+                passed += 1
+            print(line, end="", flush=True)  # a single write, so that lines of several processes do not mix
     return passed, failed
 
 

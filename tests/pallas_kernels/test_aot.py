@@ -85,6 +85,7 @@ def test_the_gate_reads_the_report_of_ptxas_and_refuses_too_much_shared_memory()
         jax.jit(fn).lower(*shapes)  # lowered only: the compiler and the lowering now number kernels differently
     reports, problem = gate.gate_gpu(*copy(64), "h200")
     assert problem is None and reports[0].shared_memory >= 64 * 256 * 4 and reports[0].registers > 0
+    assert gate.gate_gpu(*copy(64), "h200") == (reports, None)  # the kernel is compiled once, and reported twice
     assert gate.gate_gpu(*copy(256), "h200")[1] is not None  # 256 KiB
 
 
@@ -123,11 +124,12 @@ def test_a_number_of_gpus_that_cannot_be_is_refused():
         aot.devices_of("h200:9")
 
 
-def test_the_gates_command_names_an_op_without_kernels_for_the_backend(capsys):
+def test_the_gates_command_names_an_op_without_kernels_for_the_backend_and_a_share_that_cannot_be(capsys):
     for argv, message in (
         (["sofmax"], "'sofmax' has no kernels for a GPU; these ops do: blockwise, chunked_recurrence"),
         (["fftconv"], "'fftconv' has no kernels for a GPU; these ops do: blockwise, chunked_recurrence"),
         (["sofmax", "--backend", "tpu"], "'sofmax' has no kernels for a TPU; these ops do: blockwise, chunked_rec"),
+        (["--share", "4/3"], "--share 4/3: it is K/N with 1 <= K <= N, such as 2/3"),
     ):
         with pytest.raises(SystemExit):
             gate.main(argv)

@@ -66,6 +66,7 @@ DISPATCHERS: dict[str, Dispatcher | None] = {
 }
 CAPACITY = 1.25
 CHIPS = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4", "tpu7x": "tpu7x:2x2x1", "h200": "h200:8"}
+CHIPS |= {"b200": "b200:8"}
 LAYOUTS = {"dropless": "fsdp=2,expert=4", "slots": "fsdp=2,expert=4", "gathered": "fsdp=2,expert=4"}
 LAYOUTS |= {"hierarchical": "expert=2,tensor=4"}
 
@@ -122,6 +123,7 @@ CELLS = tuple(
         ("deepseek_v3", "v5p", "gathered"),
         ("mixtral", "v6e", "hierarchical"),
         ("qwen3_30b_a3b", "h200", "gathered"),
+        ("mixtral", "b200", "dropless"),
         ("qwen3_30b_a3b", "v5p", "hierarchical"),
         ("gpt_oss", "v5p", "gathered"),
         ("mixtral", "v5p", "dropless"),

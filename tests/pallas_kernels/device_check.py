@@ -103,7 +103,9 @@ def backends(platform: str, kind: str) -> tuple[str, ...]:
     """Return the backends of a device."""
     if platform == "tpu":
         return ("mosaic_tpu", "xla")
-    return ("mosaic_gpu", "cudnn", "xla") if platform == "gpu" and "NVIDIA" in kind else ("xla",)
+    if platform != "gpu":
+        return ("xla",)
+    return ("mosaic_gpu", "cudnn", "xla_tiles", "xla") if "NVIDIA" in kind else ("xla_tiles", "xla")
 
 
 # one piece of work -------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from jaxscale.plan.moves import send
 from jaxscale.plan.partition import partitioned
 from jaxscale.plan.program import ALIAS, Operation, Program
 from jaxscale.plan.rewrites import rewritten
+from pallas_kernels.grouped_matmul import grouped_matmul
 
 V5E, V5P, V7X, H200 = (topology(name) for name in ("v5e:2x2", "v5p:2x2x1", "tpu7x:2x2x1", "h200:4"))
 LAYOUT = js.Layout("fsdp=4").abstract(4)
@@ -152,6 +153,21 @@ def test_a_ragged_product_is_masked_for_each_group_on_a_gpu():
         program = partitioned(jax.lax.ragged_dot, (rows, experts, sizes), boxes, LAYOUT, platform=platform).program
         scratch[platform] = sum(op.scratch for op in program.operations)
     assert scratch == {"tpu": 0, "cuda": 2 * 8 * 64 * 16 * 2}
+
+
+def test_a_grouped_product_on_a_gpu_without_kernels_holds_a_tile_in_place_of_rows_masked_for_each_group():
+    m, groups, k, n = 4096, 8, 64, 128
+    like, boxes = jax.ShapeDtypeStruct, [Boxes(((),) * d) for d in (2, 3, 1)]
+    args = like((m, k), jnp.bfloat16), like((groups, k, n), jnp.bfloat16), like((groups,), jnp.int32)
+    layout, hardware = js.Layout("fsdp=1").abstract(kind="NVIDIA B200"), topology("b200:1")
+    held = {}
+    for product in (grouped_matmul, jax.lax.ragged_dot):
+        program = partitioned(product, args, boxes, layout, platform="cuda").program
+        held[product] = allocation(program, hardware).temporaries
+    assert held[jax.lax.ragged_dot] >= 2 * groups * m * k * 2
+    tile = k * n * 2 + 256 * (k + n) * 2
+    # the result of a platform's branch is counted in the branch and outside of it
+    assert tile <= held[grouped_matmul] <= tile + 2 * m * n * 2 + 2**14
 
 
 def test_weights_need_no_padding_and_activations_by_head_do():

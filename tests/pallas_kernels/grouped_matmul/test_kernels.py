@@ -34,7 +34,9 @@ def test_groups_that_end_anywhere_have_exact_products_and_no_races(capsys):
     assert "RACE" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("implementation", "dtype"), [("mosaic_tpu", "float32"), ("xla", "bfloat16")])
+@pytest.mark.parametrize(
+    ("implementation", "dtype"), [("mosaic_tpu", "float32"), ("xla", "bfloat16"), ("xla_tiles", "bfloat16")]
+)
 def test_a_bias_is_added_to_the_rows_of_its_group_and_gets_its_gradient(implementation, dtype):
     rows, matrices, sizes, dy = cases.arrays("empty, and rows after", dtype, k=256, n=72, m=300)
     bias = jnp.asarray(np.random.default_rng(1).normal(size=(len(sizes), 72)), jnp.float32)

@@ -1,4 +1,4 @@
-"""What experts compile to for an absent H200: memory of a layer and its gradients, and the kernels' resources.
+"""What experts compile to for absent GPUs, with kernels and without: memory, operations, and the kernels' resources.
 
     JAX_PLATFORMS=cpu python experiments/grouped_hopper/compiled.py
 
@@ -12,6 +12,8 @@ import argparse
 import datetime
 import itertools
 import json
+import math
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +34,8 @@ HERE = Path(__file__).parent
 MIB = 2**20
 _read_report = aot._read_report
 MODELS = ("mixtral", "qwen3", "gpt-oss")
+SMALL = (8192, 8, 2048, 7168)
+"""Rows, groups, inputs and outputs of a layer with half of Mixtral's widths, as in experiments/grouped_experts."""
 
 
 def product(implementation: str) -> Callable[..., Any]:
@@ -58,26 +62,61 @@ def layer(implementation: str) -> Callable[..., Any]:
     return run
 
 
-def memory(model: str, what: str, implementation: str) -> dict[str, Any]:
+def memory(model: str, what: str, implementation: str, topology: str = "h200") -> dict[str, Any]:
     """Compile a program and return its row."""
-    m, groups, k, n = examples.MODELS[model]
+    m, groups, k, n = examples.MODELS.get(model, SMALL)
     like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     sizes, up, down = jax.ShapeDtypeStruct((groups,), jnp.int32), like(groups, k, n), like(groups, n, k)
     if what == "product":
-        made = compile_kernel(product(implementation), like(m, k), up, like(m, n), sizes, topology="h200")
+        made = compile_kernel(product(implementation), like(m, k), up, like(m, n), sizes, topology=topology)
     else:
-        made = compile_kernel(layer(implementation), like(m, k), up, up, down, like(m, k), sizes, topology="h200")
+        made = compile_kernel(layer(implementation), like(m, k), up, up, down, like(m, k), sizes, topology=topology)
     used = made.memory_analysis()
     assert used is not None
     outside = used.argument_size_in_bytes + used.output_size_in_bytes
+    needed = 6 * m * k * n * (1 if what == "product" else 3)
+    without_kernels = {"topology": topology, "of_needed": round(multiplied(made.as_text() or "") / needed, 3)}
     return {
         "model": model,
         "program": what,
         "implementation": implementation,
+        **({} if implementation == "mosaic_gpu" else without_kernels),
         "outside_mib": round(outside / MIB, 1),
         "temporary_mib": round(used.temp_size_in_bytes / MIB, 1),
         "ratio": round((outside + used.temp_size_in_bytes) / outside, 3),
     }
+
+
+def multiplied(text: str) -> int:
+    """Return the operations of the matrix products of a compiled program, which has no kernels.
+
+    Args:
+      text: the program, in HLO; loops have known lengths.
+    """
+    bodies = {m[1]: m[2] for m in re.finditer(r"^(?:ENTRY )?(%\S+) \(.*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)}
+
+    def of(name: str) -> int:
+        shapes = dict(re.findall(r"(%\S+) = \w+\[([\d,]*)\]", bodies[name]))
+        total = 0
+        for line in bodies[name].splitlines():
+            if dot := re.search(r"(%\S+) = \S+ dot\((%[^,]+), .*?lhs_contracting_dims=\{([\d,]+)\}", line):
+                left = _dims(shapes[dot[2]])
+                total += 2 * math.prod(_dims(shapes[dot[1]])) * math.prod(left[d] for d in _dims(dot[3]))
+            elif loop := re.search(r" while\(.*body=(%[^,\s]+).*known_trip_count\D+(\d+)", line):
+                total += int(loop[2]) * of(loop[1])
+            elif called := re.search(r" fusion\(.*calls=(%[^,\s]+)", line):
+                total += of(called[1])
+            elif "gemm" in line and "custom-call" in line:
+                raise ValueError(f"this product is not counted: {line[:200]}")
+        return total
+
+    entry = re.search(r"^ENTRY (%\S+)", text, re.MULTILINE)
+    assert entry is not None
+    return of(entry[1])
+
+
+def _dims(text: str) -> list[int]:
+    return [int(d) for d in text.split(",") if d]
 
 
 def kernel(model: str, what: str) -> dict[str, Any]:
@@ -130,14 +169,26 @@ def rounding(model: str, name: str, concentration: float) -> dict[str, Any]:
 def main() -> None:
     """Compile every program and write compiled.json."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--part", choices=["kernels", "memory"], action="append", default=[])
-    parts = parser.parse_args().part or ["kernels", "memory"]  # a kernel that was compiled before has no report
+    parser.add_argument("--part", choices=["kernels", "memory", "tiles"], action="append", default=[])
+    parts = parser.parse_args().part or [
+        "kernels",
+        "memory",
+        "tiles",
+    ]  # a kernel that was compiled before has no report
     path = HERE / "compiled.json"
     rows: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     rows |= {part: [] for part in parts}
     for part in parts:
-        for model in MODELS:
-            if part == "kernels":
+        for model in (*MODELS, "half") if part == "tiles" else MODELS:
+            if part == "tiles":
+                for topology, what in (
+                    ("b200", "product"),
+                    ("b200", "layer"),
+                    ("h200", "product"),
+                    ("a100", "product"),
+                ):
+                    rows[part] += [memory(model, what, name, topology) for name in ("xla", "xla_tiles")]
+            elif part == "kernels":
                 rows[part] += [kernel(model, what) for what in examples.PRODUCTS]
             else:
                 cases = itertools.product(("product", "layer"), ("mosaic_gpu", "xla"))

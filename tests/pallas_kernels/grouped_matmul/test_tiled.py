@@ -54,8 +54,8 @@ def test_operands_of_8_bits_are_summed_in_32(dtype, out):
     assert y.dtype == dw.dtype == out
 
 
-@pytest.mark.parametrize("how", ["sharded", pytest.param("batched", marks=pytest.mark.long)])
-def test_batched_and_sharded_products_are_those_of_each_part(how):
+@pytest.mark.parametrize("mapped", ["sharded", pytest.param("batched", marks=pytest.mark.long)])
+def test_batched_and_sharded_products_are_those_of_each_part(mapped):
     random, sizes = np.random.default_rng(0), np.asarray([[100, 0, 157, 20], [0, 3, 0, 290]], np.int32)
     shapes = (2, 300, 8), (2, 4, 8, 6), (2, 300, 6)
     rows, matrices, dy = (jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes)
@@ -69,7 +69,7 @@ def test_batched_and_sharded_products_are_those_of_each_part(how):
     mesh = jax.make_mesh((2,), ("part",), axis_types=(jax.sharding.AxisType.Auto,))
     sharded = jax.shard_map(local, mesh=mesh, in_specs=P("part"), out_specs=P("part"), check_vma=False)
     with interpreted():
-        got = jax.jit(sharded if how == "sharded" else jax.vmap(part))(rows, matrices, dy, jnp.asarray(sizes))
+        got = jax.jit(sharded if mapped == "sharded" else jax.vmap(part))(rows, matrices, dy, jnp.asarray(sizes))
     for i in range(2):
         for y, true in zip(got, cases.truth(rows[i], matrices[i], sizes[i], dy[i]), strict=True):
             assert error_of(y[i], true) < 1e-6

@@ -262,11 +262,11 @@ class Layout:
     ) -> PartitionSpec:
         """Return the partition spec of a tensor from its logical axes.
 
-        Exceptions to the rules: a stack of layers that the stages do not divide, or whose stages have several chunks,
-        is sharded along its first other dimension that divides, and each step moves every layer to its stage; one
-        number of each layer is replicated. The same
-        holds for a parameter, its gradient and its optimizer state whose vocabulary does not divide; a vector over the
-        vocabulary is then replicated. Key heads (`kv_heads`) that their mesh axes do not divide are replicated.
+        Exceptions to the rules: a stack of layers that the stages, or their chunks, do not divide is sharded along its
+        first other dimension that divides, and each step moves every layer to its stage; one number of each layer is
+        replicated. The same holds for a parameter, its gradient and its optimizer state whose vocabulary does not
+        divide; a vector over the vocabulary is then replicated. Key heads (`kv_heads`) that their mesh axes do not
+        divide are replicated.
 
         Args:
           axes: a logical axis or `None` per dimension.
@@ -325,10 +325,9 @@ class Layout:
 
     def _moves(self, axis: str | None, size: int, target: Sequence[str], kind: Kind) -> bool:
         """Return whether the mesh axes of this dimension shard another dimension of the tensor instead."""
-        divides = size % self._pieces(target) == 0
         if axis == "layers":
-            return "pipeline" in target and not (divides and self.schedule.chunks_per_stage == 1)
-        return axis in FILLED and kind != "activations" and not divides
+            return "pipeline" in target and size % (self._pieces(target) * self.schedule.chunks_per_stage) != 0
+        return axis in FILLED and kind != "activations" and size % self._pieces(target) != 0
 
     def _pieces(self, target: Sequence[str]) -> int:
         return math.prod(self.sizes[m] for m in target)

@@ -21,6 +21,7 @@ from jaxscale.plan.collectives import Collective
 from jaxscale.plan.compile import abstract_batch
 from jaxscale.plan.partition import Partitioned, partitioned
 from jaxscale.step import TrainConfig, blueprint_of, step_of
+from jaxscale.step.stage_order import by_stage
 from jaxscale.step.step import batch_shardings
 
 
@@ -66,7 +67,7 @@ def partition(
     boxes: Any = jax.tree.map(functools.partial(_boxes, layout), args, shardings)
     shares = None if every_branch else _branch_shares(config, layout) if layout.stages > 1 else {}
     platform = {"gpu": "cuda"}.get(target.chip.platform, target.chip.platform)
-    step = step_of(blueprint, config, schedule)
+    step = step_of(by_stage(blueprint), config, schedule)
     repeats = target.chip.platform == "gpu" if repeats is None else repeats
     options: dict[str, Any] = dict(platform=platform, branch_shares=shares, repeats=repeats)
     return partitioned(step, args, boxes, layout, out=boxes[0], **options)

@@ -26,6 +26,7 @@ from jaxscale.step import (
     step_of,
 )
 from jaxscale.step.guards import Guard
+from jaxscale.step.stage_order import by_stage
 from pallas_kernels.aot import compile_lowered, devices_of
 from pallas_kernels.dispatch import KernelError
 
@@ -144,7 +145,7 @@ def _lowered(
     """Return the lowered step of a run on its layout; `platform` is needed for a layout without devices."""
     inputs = config.objective.inputs(config)
     sharding = None if config.layout is None else batch_shardings(config.layout, inputs, config.batch_size)
-    plain = step_of(blueprint, dataclasses.replace(config, guards=guards), schedule)
+    plain = step_of(by_stage(blueprint), dataclasses.replace(config, guards=guards), schedule)
     step: Any = jit_step(plain, blueprint, sharding)
     with config.layout if config.layout is not None else contextlib.nullcontext():
         state: Any = blueprint.abstract_state()

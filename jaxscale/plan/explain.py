@@ -27,6 +27,7 @@ from jaxscale.plan.slow_links import wire_notes
 from jaxscale.plan.stand_ins import as_compiled
 from jaxscale.plan.traffic import Traffic, traffic
 from jaxscale.step import Blueprint, TrainConfig, blueprint_of, is_pipelined, pipelined
+from jaxscale.step.stage_order import by_stage
 from pallas_kernels.dispatch import choosing
 
 if TYPE_CHECKING:
@@ -235,7 +236,7 @@ def _local(info: TensorInfo, layout: Layout | None) -> tuple[int, ...]:
 def _pipeline_notes(blueprint: Blueprint, config: TrainConfig) -> tuple[str, ...]:
     if not is_pipelined(blueprint):
         return ()
-    return pipelined(blueprint.of_model(), config.objective).notes(config.micro_batch)
+    return pipelined(by_stage(blueprint).of_model(), config.objective).notes(config.micro_batch)
 
 
 def _name_of(kernel: object) -> str:

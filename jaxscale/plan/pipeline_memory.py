@@ -23,6 +23,7 @@ from jaxscale.plan.layer_memory import (
     single_layers,
 )
 from jaxscale.step import Blueprint, TrainConfig, pipelined, token_loss
+from jaxscale.step.stage_order import by_stage
 
 
 def walk_pipeline(
@@ -33,7 +34,7 @@ def walk_pipeline(
     The executor is `jaxscale.parallel.pipeline`.
     """
     model: Any = config.model
-    pipeline = pipelined(blueprint, config.objective, config.accumulate)
+    pipeline = pipelined(by_stage(blueprint), config.objective, config.accumulate)
     table = pipeline.table(config.micro_batch)
     rows, slots = config.micro_batch // table.microbatches, lower(table).size
     infos = jax.tree.leaves(blueprint.infos)
@@ -70,8 +71,9 @@ def walk_pipeline(
         return uncast(i) if local_bytes(i, inside, "params") > local_bytes(i, layout, "params") else 0
 
     heap, chunks = SteadyHeap(), layout.schedule.chunks_per_stage
-    moved = any(not pipeline.stages.in_place(n) for n in range(len(runs)))
-    if moved:  # parameters that are cast are cast before they are sent to their stage, so they need no buffer here
+    if (
+        pipeline.moves
+    ):  # parameters that are cast are cast before they are sent to their stage, so they need no buffer here
         of_chunk("sent to stages", uncast, chunks)
     elif layout.schedule.gather == "step":
         of_chunk("gathered", gathered, chunks)
@@ -107,7 +109,7 @@ def walk_pipeline(
     heap.drop(*sent, *cast)
     if pipeline.replicas:
         of_chunk("sum over replicas, gradient of", summed, chunks)
-    if moved:
+    if pipeline.moves:
         of_chunk("collected gradient of", summed, chunks)
     saved = sum(activations.values()) + sum(b.size for b in stash)
     return heap, saved, sum(b.size for b in cast), host

@@ -49,6 +49,11 @@ class Algorithm:
         """Whether the planner's formulas, which are for `Backprop`, cover a step; else the planner compiles it."""
         return False
 
+    @property
+    def in_any_order(self) -> bool:
+        """Whether a step treats stacked layers alike, so that their order may be that of pipeline stages."""
+        return False
+
     def infos(self, blueprint: Blueprint) -> dict[str, Tree]:
         """Return a `TensorInfo` per array of "params", "opt_state" and "extra".
 

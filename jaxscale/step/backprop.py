@@ -44,6 +44,11 @@ class Backprop(Algorithm):
         """True."""
         return True
 
+    @property
+    def in_any_order(self) -> bool:
+        """True."""
+        return True
+
     def infos(self, blueprint: Blueprint) -> dict[str, Tree]:
         """See `Algorithm`; with the histories of delayed scaling, if a product has it."""
         tracked_infos = histories(blueprint)

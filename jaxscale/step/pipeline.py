@@ -85,18 +85,33 @@ def pipelined(blueprint: Blueprint, objective: Objective, accumulate: int = 1) -
             "Pipeline.gather = 'step': layers of this model report statistics of all rows of a micro-batch together, "
             "so that devices along fsdp have to run each layer together; use Pipeline.gather = 'layer'"
         )
-    runs = list(blueprint.infos["runs"].values())
-    uses = max(getattr(run, "uses", 1) for run in model.runs)
+    runs, uses = list(blueprint.infos["runs"].values()), _uses(model)
     stages, stuck = _assigned(runs, uses, blueprint.layout, blueprint.layout.schedule.chunks_per_stage)
     if stuck is not None:
         # raises first if the reason is another mesh axis
         blueprint.layout.spec((None, *stuck.axes[1:]), stuck.shape, name=stuck.path)
         raise LayoutError(
             f"{stuck.path} {stuck.axes} of shape {stuck.shape} has to be sharded along its width over pipeline stages, "
-            f"since they do not hold its layers in order and in equal parts, but {blueprint.layout.stages} stages "
+            f"since they do not hold its layers in equal parts, but {blueprint.layout.stages} stages "
             f"divide none of its dimensions; use {_ways_to_divide(runs, uses, blueprint.layout)}"
         )
     return Pipelined(blueprint, objective, accumulate, blueprint.layout, stages)
+
+
+def stages_of(blueprint: Blueprint) -> Stages:
+    """Return the layers of each stage of a model that `pipelined` accepts.
+
+    Args:
+      blueprint: the run's blueprint, with a pipeline, without adapters.
+    """
+    assert blueprint.layout is not None
+    runs = list(blueprint.infos["runs"].values())
+    uses = _uses(nnx.merge(blueprint.graphdef, blueprint.infos))
+    return _assigned(runs, uses, blueprint.layout, blueprint.layout.schedule.chunks_per_stage)[0]
+
+
+def _uses(model: StageableModel) -> int:
+    return max(getattr(run, "uses", 1) for run in model.runs)
 
 
 def _groups(runs: Sequence[Tree], uses: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -111,11 +126,11 @@ def _assigned(runs: Sequence[Tree], uses: int, layout: Layout, chunks: int) -> t
     """Assign layers to stages.
 
     Returns:
-      The stages, and a parameter that is not stored on its stages and cannot be sharded along its width either, or
-      `None`.
+      The stages, and a parameter that stages do not hold in equal parts and that cannot be sharded along its width
+      either, or `None`.
     """
     stages = assign(*_groups(runs, uses), layout.stages, chunks, layout.schedule.placement)
-    moved = (i for n, run in enumerate(runs) if not stages.in_place(n) for i in jax.tree.leaves(run))
+    moved = (i for n, run in enumerate(runs) if not stages.equal(n) for i in jax.tree.leaves(run))
     return stages, next((i for i in moved if not _width_divides(i, layout)), None)
 
 
@@ -141,8 +156,8 @@ def _ways_to_divide(runs: Sequence[Tree], uses: int, layout: Layout) -> str:
     ways = ["a schedule of 1 chunk a stage, such as 'lockstep'"] if chunks > 1 and fits(stages, 1) else []
     ways += [f"pipeline={n}" for n in range(stages - 1, 1, -1) if fits(n, chunks)][:1]
     (_, *rest), (period, *remainder) = _groups(runs, uses)
-    if chunks == 1 and (not rest or (rest == [1] and remainder[0] < period)):  # one run, or one and a remainder
-        ways.append(f"a number of layers that is a multiple of {stages * period}")
+    if not rest or (rest == [1] and remainder[0] < period):  # one run, or one and a remainder
+        ways.append(f"a number of layers that is a multiple of {stages * chunks * period}")
     return ", or ".join(ways or ["a mesh without pipeline"])
 
 
@@ -280,10 +295,11 @@ class Pipelined:
         simulated = simulate(table)
         bubble = simulated.bubble if self._independent else simulated.lockstep_bubble
         clock = "its own clock" if self._independent else "a common clock, since layers are split over devices as well"
+        held = "" if self.blueprint.order is None else "; it holds the layers of its chunks, which no step sends"
         notes = [
             f"pipeline: schedule {table.name}, {table.stages} stages, {table.microbatches} micro-batches of "
             f"{rows // table.microbatches} rows; a stage idles {bubble:.0%} of its time (simulated, on {clock}) and "
-            f"holds at most {max(simulated.stash)} micro-batches' inputs"
+            f"holds at most {max(simulated.stash)} micro-batches' inputs{held}"
         ]
         padded = sum(self.stages.padded)
         if padded:
@@ -315,18 +331,27 @@ class Pipelined:
                 "pipeline: each stage gathers the embedding and the head once a step; the first and the last stage use "
                 "them, and stages send each other the residual stream alone"
             )
-        if any(not self.stages.in_place(run) for run in range(len(self._runs))):
+        runs = range(len(self._runs))
+        if any(not self.stages.equal(run) for run in runs):
             notes.append(
                 "pipeline: layers are stored sharded along their width; every step sends each layer to its stage, and "
                 "its gradient back"
             )
+        if self.blueprint.order is None and any(self.stages.equal(r) and not self.stages.in_place(r) for r in runs):
+            notes.append("pipeline: every step sends chunks of layers to their stages, and their gradients back")
         return tuple(notes)
+
+    @property
+    def moves(self) -> bool:
+        """Whether a step sends layers to their stages, and their gradients back."""
+        held = self.stages.in_place if self.blueprint.order is None else self.stages.equal
+        return not all(map(held, range(len(self._runs))))
 
     def gradients(self, params: Tree, batch: Batch, key: jax.Array, weights: Totals) -> tuple[Tree, Totals]:
         """Return float32 gradients of the objective's value, and its terms, equal to those without a pipeline.
 
         Args:
-          params: the model's parameters.
+          params: the model's parameters, in the blueprint's order of layers; the gradients are in the same order.
           batch: arrays by name, (B, ...), with `rows`.
           key: random key of the step.
           weights: the objective's weights of the global batch.
@@ -334,10 +359,13 @@ class Pipelined:
         Raises:
           LayoutError: as `table`.
         """
-        terms, grads = self._execute(self.table(len(batch["rows"])), params, batch, key, weights)
+        by_stage = self.blueprint.order is not None
+        terms, grads = self._execute(self.table(len(batch["rows"])), params, batch, key, weights, by_stage=by_stage)
         assert grads is not None
         runs = {
-            name: _by_module(lambda g, i, n=n: self.stages.collect(n, g, i.axes), grads.chunks[name], infos)
+            name: _by_module(
+                lambda g, i, n=n: self.stages.collect(n, g, i.axes, by_stage=by_stage), grads.chunks[name], infos
+            )
             for n, (name, infos) in enumerate(self._runs)
         }
         ends = _by_module(lambda g, i: unfill(g, i.shape, *i.axes), grads.ends, self._ends)
@@ -347,7 +375,7 @@ class Pipelined:
         """Return the objective's terms without dropout, by the forward passes alone.
 
         Args:
-          params: the model's parameters.
+          params: the model's parameters, in the order of layers (see `Blueprint.weights`).
           batch: arrays by name, (B, ...), with `rows`.
 
         Raises:
@@ -366,12 +394,21 @@ class Pipelined:
         return {name: i for name, i in self.blueprint.infos.items() if name != "runs"}
 
     def _execute(
-        self, table: Table, params: Tree, batch: Batch, key: jax.Array | None, weights: Totals
+        self,
+        table: Table,
+        params: Tree,
+        batch: Batch,
+        key: jax.Array | None,
+        weights: Totals,
+        *,
+        by_stage: bool = False,
     ) -> tuple[Any, ...]:
         end_infos = self._ends
         ends = _by_module(lambda p, i: fill(p, *i.axes), {name: params[name] for name in end_infos}, end_infos)
         chunks = {
-            name: _by_module(lambda p, i, n=n: self.stages.spread(n, p, i.axes), params["runs"][name], infos)
+            name: _by_module(
+                lambda p, i, n=n: self.stages.spread(n, p, i.axes, by_stage=by_stage), params["runs"][name], infos
+            )
             for n, (name, infos) in enumerate(self._runs)
         }
 

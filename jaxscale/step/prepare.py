@@ -45,6 +45,7 @@ from jaxscale.step.number_types import check_number_types
 from jaxscale.step.objective import Totals, terms_of
 from jaxscale.step.objective_checks import check_linear, check_numbers, merge_totals
 from jaxscale.step.pipeline import in_pipeline, is_pipelined, pipelined
+from jaxscale.step.stage_order import by_stage
 from jaxscale.step.state import Blueprint
 from jaxscale.step.step import batch_shardings, jit_step, make_eval
 from jaxscale.step.stored import refuse_training
@@ -473,7 +474,7 @@ def _pipeline_costs(blueprint: Blueprint, config: TrainConfig) -> list[str]:
         "pipeline stages compute gradients of the frozen kernels, and from them those of the adapters: a step takes "
         "the time and memory of full training, except for optimizer state"
     ]  # fmt: skip
-    return [*notes, *pipelined(blueprint.of_model(), config.objective).notes(config.micro_batch)[1:]]
+    return [*notes, *pipelined(by_stage(blueprint).of_model(), config.objective).notes(config.micro_batch)[1:]]
 
 
 def _check_same_everywhere(source: Source) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from jaxscale.step.algorithm import Algorithm
 from jaxscale.step.guards import Guard, memory_of, with_memory
 from jaxscale.step.objective import Input
 from jaxscale.step.start import Start
+
+if TYPE_CHECKING:
+    from jaxscale.step.stage_order import StageOrder
 
 Tree = Any
 
@@ -103,6 +106,8 @@ class Blueprint:
       algorithm: the training algorithm.
       reference: whether the objective needs a frozen model (see `Objective.reference`).
       teacher: that model, if it is not the initial one.
+      order: the order of layers in the states that its steps take, if it is not the model's (see
+        `jaxscale.step.stage_order`).
     """
 
     graphdef: nnx.GraphDef[Any]
@@ -117,6 +122,7 @@ class Blueprint:
     algorithm: Algorithm = Algorithm()
     reference: bool = False
     teacher: Teacher | None = None
+    order: StageOrder | None = None
 
     def axes_of(self, name: str, dimensions: int) -> tuple[str | None, ...]:
         """Return the logical axes of an array of a batch, without the rows.
@@ -178,7 +184,10 @@ class Blueprint:
         Args:
           state: the training state.
         """
-        return self.model_params(self.algorithm.weights(state), state.frozen)
+        params = self.algorithm.weights(state)
+        if self.order is not None:
+            params = self.order.weights_to_layers(params)
+        return self.model_params(params, state.frozen)
 
     def model_params(self, params: Tree, frozen: Tree) -> Tree:
         """Return all parameters of the model, for `nnx.merge(graphdef, ...)`.

@@ -66,6 +66,11 @@ class WeightEMA(Algorithm):
         """Whether the planner's formulas cover the inner algorithm."""
         return self.inner.in_formulas
 
+    @property
+    def in_any_order(self) -> bool:
+        """Whether the inner algorithm's step does."""
+        return self.inner.in_any_order
+
     def infos(self, blueprint: Blueprint) -> dict[str, Tree]:
         """Return the inner algorithm's infos, with the float32 average in "extra"."""
         infos = self.inner.infos(blueprint)

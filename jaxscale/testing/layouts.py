@@ -22,6 +22,7 @@ from jaxscale.step.backprop import make_loss_and_grads, make_step
 from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import Input, NextToken, Objective
+from jaxscale.step.stage_order import by_stage, in_layers, in_stages
 from jaxscale.step.state import Blueprint, TrainState
 from jaxscale.step.step import batch_shardings, jit_step
 from jaxscale.testing.compare import TOLERANCE, Agreement, Difference, differences, global_norm
@@ -178,22 +179,27 @@ def _traces(
             shardings: Any = batch_shardings(layout, inputs, len(next(iter(batch.values()))))
             placed = None if layout is None else shardings
             on_devices = batch if layout is None else {k: lay(x, shardings[k]) for k, x in batch.items()}
+            stored = by_stage(setup.blueprint)  # as the training loop does
+            state = in_stages(stored, setup.state)
             if compiled is None:
-                loss_and_grads = make_loss_and_grads(setup.blueprint, accumulate=accumulate, objective=objective)
-                step: Any = jit_step(make_step(loss_and_grads, setup.blueprint.tx), setup.blueprint, placed)
-                compiled = step.lower(setup.state, on_devices).compile(QUICKLY)
-            traces.append(_trace(compiled, setup.state, on_devices, steps))
+                loss_and_grads = make_loss_and_grads(stored, accumulate=accumulate, objective=objective)
+                step: Any = jit_step(make_step(loss_and_grads, stored.tx), stored, placed)
+                compiled = step.lower(state, on_devices).compile(QUICKLY)
+            traces.append(_trace(compiled, stored, state, on_devices, steps))
     return traces
 
 
-def _trace(step: Any, state: TrainState, batch: Any, steps: int) -> Trace:
+def _trace(step: Any, blueprint: Blueprint, state: TrainState, batch: Any, steps: int) -> Trace:
     gradients, seen, reports = None, [], []
     for _ in range(steps):
         state, metrics = step(state, batch)
         seen.append((float(metrics["loss"]), float(metrics["grad_norm"])))  # waits, as simulated devices require
         reports.append({k: v for k, v in metrics.items() if k not in ("loss", "grad_norm")})
         if gradients is None:
+            state = in_layers(blueprint, state)
             gradients = to_numpy(remembered(state))
+            state = in_stages(blueprint, state)
+    state = in_layers(blueprint, state)
     losses, norms = np.asarray(seen).T
     return Trace(losses, norms, gradients, to_numpy(state.params), jax.tree.map(lambda *x: np.asarray(x), *reports))
 

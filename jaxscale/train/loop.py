@@ -22,6 +22,7 @@ from jaxscale.step.guards import RollBack, Watched
 from jaxscale.step.histograms import HISTOGRAMS
 from jaxscale.step.prepare import Prepared
 from jaxscale.step.rates import examples, model_flops, peak_flops
+from jaxscale.step.stage_order import by_stage, in_layers, in_stages
 from jaxscale.step.state import TrainState
 from jaxscale.train import agree, expert_load
 from jaxscale.train.calls import Calls
@@ -101,10 +102,11 @@ class Loop:
         self.skips = Skips(run.path / SKIPS)
         self.skips.passed = set(agree.broadcast(sorted(self.skips.passed)))
         self.group = group_of(config, prepared, run.place, reporter.say, lambda: bool(signals))
-        self.calls = Calls(run, prepared.blueprint, self._request_stop)
+        self.by_stage = by_stage(prepared.blueprint)  # of the state between steps
+        self.calls = Calls(run, self.by_stage, self._request_stop)
         self.now = self.furthest = self.returns = self.offence = 0
         self.pending: list[tuple[int, dict[str, jax.Array]]] = []  # steps whose numbers the loop has not waited for
-        self.step = prepared.step_of(config)
+        self.step = dataclasses.replace(prepared, blueprint=self.by_stage).step_of(config)
         self.evaluate = prepared.eval_of(config)
         self.flops = model_flops(config)
         self.unit, self.examples = examples(config)
@@ -235,9 +237,9 @@ class Loop:
                 state = self._steps(state, int(state.step), files)
                 self.reporter.stop()
                 self._phase(int(state.step), "last save", disk=True)
-                self._save(state)
+                state = self._save(state)
                 self.calls.call("on_end", state)
-                return state
+                return in_layers(self.by_stage, state)
             except RollBack as e:
                 back = e.with_traceback(None)  # the traceback keeps the abandoned state alive
             self.reporter.stop()
@@ -272,6 +274,7 @@ class Loop:
         self.reporter.start(self.last, first)
         self.clock = time.perf_counter()
         self.spent, self.timed = 0.0, 0
+        state = in_stages(self.by_stage, state)
         for done in range(first, self.last):
             now = self.now = done + 1
             self._phase(now, "guards")
@@ -283,7 +286,10 @@ class Loop:
                     self._phase(now, "peers", disk=True)
                     state, more = self.group.exchange(now, state)
                     metrics |= more
-                metrics |= self.snapshots.after(now, state)
+                if self.snapshots.due(now):
+                    state = in_layers(self.by_stage, state)
+                    metrics |= self.snapshots.after(now, state)
+                    state = in_stages(self.by_stage, state)
             pending.append((now, metrics))
             self.checkpoints.check()
             self.run.mirror.check()
@@ -316,7 +322,7 @@ class Loop:
                     self.record.progress(now)
             if save:
                 self._phase(now, "save", disk=True)
-                self._save(state)
+                state = self._save(state)
             if save or evaluate:
                 self.clock = time.perf_counter()  # do not count this time in the next step's
             if stopping:
@@ -378,7 +384,7 @@ class Loop:
 
     def _eval(self, state: TrainState, corpus: str, batches: list[Batch]) -> dict[str, float]:
         """Evaluate held-out batches: `eval_loss` and the like, of a further corpus `eval_loss/NAME`."""
-        params = self.prepared.blueprint.weights(state)
+        params = self.by_stage.weights(state)
         more = (state.frozen,) if self.prepared.blueprint.reference else ()
         totals: Any = None
         for i in range(len(batches)):
@@ -396,11 +402,15 @@ class Loop:
     def _place(self, step: int) -> dict[str, jax.Array] | Dealt:
         return self.prepared.place_step(step)
 
-    def _save(self, state: TrainState) -> None:
+    def _save(self, state: TrainState) -> TrainState:
+        """Save a state, and return it with other arrays if its layers were put in order."""
         for watch in self.watches:
             watch.before_save(state)
+        state = in_layers(self.by_stage, state)
         self.saved.save(state)
+        state = in_stages(self.by_stage, state)
         self.calls.call("on_checkpoint", state)
+        return state
 
     def _request_stop(self) -> None:
         self.signals.setdefault("signal", "request")

@@ -20,6 +20,7 @@ from jaxscale.step.blueprint import blueprint_of
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.meeting import Meeting
 from jaxscale.step.prepare import Prepared, prepare
+from jaxscale.step.stage_order import by_stage, in_layers, in_stages
 from jaxscale.step.state import TrainState
 from jaxscale.step.trace import Origin, first_nonfinite
 from jaxscale.train.run import RunFolder
@@ -105,7 +106,9 @@ def replay(run: RunFolder, step: int) -> Replayed:
     passed = {s for row in skips for s in row.get("passed_over", ())}
     with config.layout or contextlib.nullcontext():
         checkpoint, state = _before(run, config, prepared, step)
-        take = prepared.step_of(config)
+        stored = by_stage(prepared.blueprint)
+        take = dataclasses.replace(prepared, blueprint=stored).step_of(config)
+        state = in_stages(stored, state)
         for done in range(checkpoint, step - 1):
             if done + 1 in passed:
                 state = state.replace(step=state.step + 1)
@@ -114,9 +117,10 @@ def replay(run: RunFolder, step: int) -> Replayed:
                 jax.block_until_ready(metrics)  # simulated devices deadlock when steps pile up
         batch = prepared.place_step(step - 1)
         rows: Tree = batch if prepared.by_degree is None else prepared.loader.batch_at(step - 1)  # not dealt
+        state = in_layers(stored, state)
         host = _on_host((state.params, state.opt_state, rows, state.frozen))
         key = jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(state.rng))))
-        metrics = jax.device_get(take(state, batch)[1])
+        metrics = jax.device_get(take(in_stages(stored, state), batch)[1])
     numbers = {k: float(metrics[k]) for k in NUMBERS}
     params, opt_state, inputs, frozen = host
     parts = (("params", params), ("opt_state", opt_state), ("batch", inputs))

@@ -297,12 +297,12 @@ def test_a_file_that_was_changes_is_read_again(tmp_path):
         assert draw_text(Pipeline(str(tmp_path / "t.csv")).table(2, 4)) == draw_text(table)
 
 
-def test_a_stack_that_stages_do_not_divide_is_sharded_along_its_width():
+def test_a_stack_that_stages_or_chunks_do_not_divide_is_sharded_along_its_width():
     names = ("layers", "embed", "mlp")
     spec = lambda pipeline, layers: tuple(  # noqa: E731
         Layout("pipeline=2,fsdp=2,tensor=2", pipeline=pipeline).spec(names, (layers, 16, 32))
     )
-    assert spec("gpipe", 4) == ("pipeline", "fsdp", "tensor")
-    assert spec("gpipe", 5) == spec("interleaved", 4) == (None, ("fsdp", "pipeline"), "tensor")
+    assert spec("gpipe", 6) == spec("interleaved", 4) == ("pipeline", "fsdp", "tensor")
+    assert spec("gpipe", 5) == spec("interleaved", 6) == (None, ("fsdp", "pipeline"), "tensor")
     with raises_saying(LayoutError, "'layers'", "shards 5 over 2"):
         Layout("pipeline=2").spec(("layers", "norm"), (5, 7))

@@ -245,12 +245,18 @@ def test_soaps_decompositions_count_as_often_as_it_makes_them(frequency):
     assert {r.what for r in whole if r.module.startswith("optimizer")} >= {"qr"} and all(r.certain for r in whole)
 
 
-def test_exchanges_of_layers_between_interleaved_stages_name_their_module():
-    layout = js.Layout("pipeline=2,fsdp=2", pipeline="interleaved:4:2")
-    config = config_of(layout, dataclasses.replace(MODEL, depth=4))
-    sent = [t for t in traffic(predict(config, "v5p:2x2x1")) if t.kind == "all-to-all" and not t.loop]
+MOVES = ("all-to-all", "collective-permute")
+
+
+def test_exchanges_of_layers_between_stages_name_their_module():
+    """Layers that chunks do not divide are exchanged in each step, and those of equal chunks are not."""
+    layout, sent = js.Layout("pipeline=2,fsdp=2", pipeline="interleaved:4:2"), {}
+    for depth in (4, 6):
+        config = config_of(layout, dataclasses.replace(MODEL, depth=depth))
+        sent[depth] = [t for t in traffic(predict(config, "v5p:2x2x1")) if t.kind in MOVES and not t.loop]
     modules = {i.path.rpartition("/")[0] for i in jax.tree.leaves(blueprint_of(config)[0].infos["runs"])}
-    assert {t.module for t in sent} == modules and all(t.source.startswith("jaxscale/step/pipeline.py") for t in sent)
+    assert not sent[4] and {t.module for t in sent[6]} == modules
+    assert all(t.source.startswith("jaxscale/step/pipeline.py") for t in sent[6])
 
 
 @pytest.mark.long

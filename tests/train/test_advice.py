@@ -112,9 +112,9 @@ LAYOUTS = {
         [dict(mesh="pipeline=2"), dict(depth=12)],
     ),
     "chunks that divide no width": (
-        dict(mesh="pipeline=3", pipeline="interleaved", depth=6, vocab=63, run=dict(batch_size=18)),
-        ("a schedule of 1 chunk a stage, such as 'lockstep'", "pipeline=2"),
-        [dict(pipeline="lockstep"), dict(mesh="pipeline=2")],
+        dict(mesh="pipeline=3", pipeline="interleaved", depth=9, vocab=63, run=dict(batch_size=18)),
+        ("a schedule of 1 chunk a stage, such as 'lockstep'", "pipeline=2", "a multiple of 6"),
+        [dict(pipeline="lockstep"), dict(mesh="pipeline=2"), dict(depth=12)],
     ),
     "18 tokens x context=4": (
         dict(mesh="context=4", attention=RING, run=dict(seq_len=18)),

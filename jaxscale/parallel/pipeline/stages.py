@@ -7,10 +7,12 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
@@ -18,6 +20,8 @@ from jaxscale.errors import LayoutError, count
 from jaxscale.layout import current
 from jaxscale.layout.rules import Kind
 from jaxscale.layout.table import Placement, stage_of
+
+Tree = Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,21 +47,29 @@ class Stages:
         return tuple(int((~r).sum()) for r in self.real)
 
     def spread(
-        self, run: int, stack: Float[Array, "l ..."], axes: Sequence[str | None], kind: Kind = "params"
+        self,
+        run: int,
+        stack: Float[Array, "l ..."],
+        axes: Sequence[str | None],
+        kind: Kind = "params",
+        *,
+        by_stage: bool = False,
     ) -> Float[Array, "s c n ..."]:
         """Return a stacked parameter of a run by stage and chunk, each on its stage.
 
-        If layers are not stored on their stage, the stack is reordered while it is sharded along its width, and then
-        sent by one all-to-all.
+        If layers are not stored on their stage, stages exchange chunks (see `to_stages`); or if chunks are not equal,
+        the stack is reordered while it is sharded along its width, and then sent by one all-to-all.
 
         Args:
           run: the number of the run.
           stack: the parameter.
           axes: its logical axes, "layers" first.
           kind: which of the rules' four maps to read for its other dimensions.
+          by_stage: a stack of equal chunks is in the order of `to_stages`.
         """
         index, real = self.index[run], self.real[run]
-        if self.in_place(run):
+        if self.equal(run):
+            stack = stack if by_stage else self.to_stages(run, stack)
             return _on_stages(stack.reshape(*index.shape, *stack.shape[1:]), axes, kind)
         stack = _along_width(stack, axes, kind)
         pieces = []
@@ -68,12 +80,19 @@ class Stages:
         return _on_stages(_along_width(whole, axes, kind), axes, kind)
 
     def collect(
-        self, run: int, spread: Float[Array, "s c n ..."], axes: Sequence[str | None], kind: Kind = "grads"
+        self,
+        run: int,
+        spread: Float[Array, "s c n ..."],
+        axes: Sequence[str | None],
+        kind: Kind = "grads",
+        *,
+        by_stage: bool = False,
     ) -> Float[Array, "l ..."]:
         """Undo `spread`, for gradients; padding is dropped."""
         spread = _on_stages(spread, axes, kind)
-        if self.in_place(run):
-            return spread.reshape(-1, *spread.shape[3:])
+        if self.equal(run):
+            stack = spread.reshape(-1, *spread.shape[3:])
+            return stack if by_stage else self.to_layers(run, stack)
         spread = _along_width(spread, axes, kind)
         count = self.real[run].sum(-1)
         stages, chunks = count.shape
@@ -81,10 +100,104 @@ class Stages:
         pieces = [spread[s, c, : count[s, c]] for s, c in order]
         return _along_width(jnp.concatenate(pieces), axes, kind)
 
+    def equal(self, run: int) -> bool:
+        """Return whether all chunks of a run have equally many layers, none of them padding."""
+        return bool(self.real[run].all())
+
     def in_place(self, run: int) -> bool:
-        """Return whether a run's layers are stored on their stages already."""
+        """Return whether a run's layers, in order, are on their stages already."""
         index = self.index[run]
-        return bool(self.real[run].all()) and np.array_equal(index.reshape(-1), np.arange(index.size))
+        return self.equal(run) and np.array_equal(index.reshape(-1), np.arange(index.size))
+
+    def to_stages(self, run: int, stacks: Tree, *, sharded: bool = True) -> Tree:
+        """Return stacks of equal chunks, in the order of layers, with each stage's layers next to each other.
+
+        Stages send each other whole chunks. `to_layers` undoes it.
+
+        Args:
+          run: the number of the run.
+          stacks: arrays of all layers of the run, (l, ...).
+          sharded: their first dimension is sharded over `pipeline`, and nothing else.
+        """
+        return self._exchanged(run, stacks, sharded, back=False)
+
+    def to_layers(self, run: int, stacks: Tree, *, sharded: bool = True) -> Tree:
+        """Undo `to_stages`."""
+        return self._exchanged(run, stacks, sharded, back=True)
+
+    def _exchanged(self, run: int, stacks: Tree, sharded: bool, *, back: bool) -> Tree:
+        if self.in_place(run):
+            return stacks
+        stages, chunks, n = self.index[run].shape
+        if current() is None or not sharded:
+            order = self.index[run].reshape(-1)
+            return jax.tree.map(lambda x: x[np.argsort(order) if back else order], stacks)
+        sent = _exchanges(stages, chunks, self.placement)
+
+        def local(mine: Tree, source: Array, target: Array) -> Tree:
+            def one(x: Array) -> Array:
+                parts = x.reshape(chunks, n, *x.shape[1:])
+                out = jnp.zeros_like(parts)
+                for i, (to, *_) in enumerate(sent):
+                    part = lax.dynamic_index_in_dim(parts, source[i, 0], keepdims=False)
+                    if to != tuple(range(stages)):
+                        part = lax.ppermute(part, "pipeline", [(b, a) if back else (a, b) for a, b in enumerate(to)])
+                    out = lax.dynamic_update_index_in_dim(out, part, target[i, 0], 0)
+                return out.reshape(x.shape)
+
+            return jax.tree.map(one, mine)
+
+        # arrays with a dimension for stages, since XLA does not know `axis_index` where other axes are not manual
+        places = [np.asarray([one.source for one in sent]), np.asarray([one.target for one in sent])]
+        spec, at = PartitionSpec("pipeline"), PartitionSpec(None, "pipeline")
+        move = jax.shard_map(local, in_specs=(spec, at, at), out_specs=spec, axis_names={"pipeline"}, check_vma=False)
+        return move(stacks, *(reversed(places) if back else places))
+
+
+class _Exchange(NamedTuple):
+    """One chunk of every stage, each sent to another stage.
+
+    Args:
+      to: where each stage sends it.
+      source: which of its chunks, in the order of layers, each stage sends.
+      target: which of its chunks, in the schedule, each stage receives.
+    """
+
+    to: tuple[int, ...]
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+
+@functools.lru_cache(64)
+def _exchanges(stages: int, chunks: int, placement: Placement) -> tuple[_Exchange, ...]:
+    """Return exchanges that send every chunk from the stage that has it in the order of layers to its own stage.
+
+    Each stage sends and receives equally many chunks, so that these divide into perfect matchings (Kőnig's theorem).
+    """
+    left = [[(*stage_of(s * chunks + i, stages, placement), i) for i in range(chunks)] for s in range(stages)]
+    sender: dict[int, tuple[int, tuple[int, int, int]]] = {}  # of each receiving stage, and (to, target, source)
+
+    def match(s: int, seen: set[int]) -> bool:
+        for chunk in sorted(left[s], key=lambda chunk: chunk[0] != s):  # first those that stay
+            to = chunk[0]
+            if to not in seen:
+                seen.add(to)
+                if to not in sender or match(sender[to][0], seen):
+                    sender[to] = s, chunk
+                    return True
+        return False
+
+    out = []
+    for _ in range(chunks):
+        sender.clear()
+        for s in range(stages):
+            match(s, set())
+        sent = dict(sender.values())
+        for s, chunk in sent.items():
+            left[s].remove(chunk)
+        to, _, source = zip(*(sent[s] for s in range(stages)), strict=True)
+        out.append(_Exchange(to, source, tuple(sender[s][1][1] for s in range(stages))))
+    return tuple(out)
 
 
 @functools.lru_cache(256)

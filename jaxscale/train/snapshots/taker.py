@@ -59,6 +59,10 @@ class Taker:
           facts: JSON-able facts; only a run with equal ones may restore these snapshots.
         """
 
+    def due(self, step: int) -> bool:
+        """Return whether a snapshot is taken after this step."""
+        return False
+
     def after(self, step: int, state: TrainState) -> dict[str, Any]:
         """Take a snapshot if one is due after this step; returns metrics to record."""
         return {}
@@ -124,9 +128,13 @@ class Taking(Taker):
         """See `Taker`."""
         self.keeper.begin(flatten(state.saved), facts)
 
+    def due(self, step: int) -> bool:
+        """See `Taker`."""
+        return step % self.settings.every == 0
+
     def after(self, step: int, state: TrainState) -> dict[str, Any]:
         """See `Taker`; `snapshot_seconds` is the time by which the snapshot delayed the step."""
-        if step % self.settings.every:
+        if not self.due(step):
             return {}
         return {"snapshot_seconds": self.keeper.take(step, flatten(state.saved), overlap=self.settings.overlap)}
 

@@ -1,0 +1,168 @@
+"""A run by stages with several chunks holds each stage's layers there, and everything that it shows is in order."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import jaxscale as js
+from jaxscale.layout import Layout
+from jaxscale.models import TransformerConfig
+from jaxscale.optim import AdamW
+from jaxscale.plan.collectives import collectives
+from jaxscale.plan.compile import compile_step
+from jaxscale.step import MeZO, TrainConfig, blueprint_of
+from jaxscale.step.stage_order import by_stage, in_layers, in_stages
+from tests.truth.compare import assert_leaves_agree
+from tests.truth.layouts import build
+from tests.truth.runs import assert_same_bits, bigram
+
+MODEL = TransformerConfig(depth=4, vocab=32, width=16, heads=2, hidden=32)
+V = Layout("pipeline=2", pipeline="dualpipe-v:4")
+RING = Layout("pipeline=2,fsdp=2", pipeline="interleaved:4")
+FLOW = Layout("pipeline=2", pipeline="1f1b:4")
+SMOOTH = AdamW(eps=1.0)  # with Adam's eps, rounding of a gradient near zero changes an update's sign
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+    """Keeps the parameters that callbacks see."""
+
+    seen: dict = dataclasses.field(default_factory=dict, init=False, compare=False)
+
+    def on_step(self, step, row, run):
+        self.seen["step", step] = jax.device_get(run.params)
+
+    def on_checkpoint(self, step, row, run):
+        self.seen["checkpoint", step] = jax.device_get(run.params)
+
+
+def config(layout=None, **changes):
+    changes = {"model": MODEL, "optimizer": SMOOTH, "steps": 2, **changes}
+    return TrainConfig(**bigram(layout=layout, **changes))
+
+
+def fit(settings, **options):
+    return js.fit(settings, quiet=True, **options)
+
+
+def restored(run, step, layout):
+    blueprint = blueprint_of(dataclasses.replace(run.config, layout=layout))[0]
+    return run.checkpoints.restore(step, blueprint.abstract_state(), blueprint.shardings())
+
+
+def agree(got, want):
+    for part in ("params", "opt_state"):
+        assert_leaves_agree(*(jax.device_get(getattr(state, part)) for state in (got, want)))
+
+
+@pytest.mark.parametrize(
+    "layout,evaluations",
+    [(Layout("pipeline=2", pipeline="interleaved:2"), 0), pytest.param(V, 1, marks=pytest.mark.long)],
+    ids=str,
+)
+def test_a_run_by_stage_shows_layers_in_order_wherever_it_is_read(layout, evaluations):
+    many = config(layout, callbacks=(keep := Keep(),), checkpoint_every=1, eval_batches=evaluations)
+    assert by_stage(blueprint_of(many)[0]).order is not None
+    many, one = fit(many), fit(config(eval_batches=evaluations))
+    for name in ("loss", "grad_norm", *(["eval_loss"] if evaluations else [])):
+        got, want = ([row[name] for row in run.metrics() if name in row] for run in (many, one))
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+    agree(many.state, one.state)
+    for other in (None, FLOW, layout):
+        assert_same_bits(restored(many, 2, other), many.state)
+    assert len(keep.seen) == 4
+    for (_, step), params in keep.seen.items():
+        assert_same_bits(params, jax.device_get(many.trained(step)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first,then", [(None, RING), (V, FLOW), (FLOW, V), (RING, None)], ids=str)
+def test_a_run_continues_from_a_checkpoint_of_another_schedule(first, then):
+    fit(config(first), run="here", until=1)
+    agree(fit(config(then), run="here", resume=True).state, fit(config()).state)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["interleaved:4:2", "zb-v:4", "dualpipe-v:4"])
+def test_no_step_sends_layers_to_other_stages(schedule):
+    settings = config(Layout("pipeline=2", pipeline=schedule))
+    sent = collectives(compile_step(settings, None), settings.layout.sizes)
+    layer = sum(i.nbytes for i in jax.tree.leaves(blueprint_of(settings)[0].infos["runs"])) // MODEL.depth
+    assert sum(c.sent for c in sent if c.times == 1) < layer / 10  # sums of the loss and the gradient's norm
+
+
+OPTIMIZERS = [
+    "AdamW", "AdamW8bit", "Lion", "LAMB", "LARS", "Adafactor", "Muon", "SOAP", "ScheduleFreeAdamW", "ScheduleFreeSGD",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "Adafactor" else pytest.param(n, marks=pytest.mark.long) for n in OPTIMIZERS]
+)
+def test_optimizers_treat_layers_alike_in_any_order(name):
+    """An update of a state in the order of stages is the update, in that order."""
+    blueprint = blueprint_of(config(V, optimizer=getattr(js.optim, name)()))[0]
+    order = by_stage(blueprint).order
+    random = np.random.default_rng(0)
+
+    def numbers():
+        return jax.tree.map(lambda i: np.asarray(random.normal(size=i.shape), i.dtype), blueprint.infos)
+
+    params, grads = numbers(), numbers()
+    infos = blueprint.algorithm.infos(blueprint)
+
+    def permuted(tree, infos):
+        leaves, structure = jax.tree.flatten(tree)
+        where = [order.run_of(i) for i in jax.tree.leaves(infos)]
+        assert 0 in where
+        chosen = order.stages.index[0].reshape(-1)
+        return structure.unflatten(
+            [x if run is None else np.asarray(x)[chosen] for x, run in zip(leaves, where, strict=True)]
+        )
+
+    @jax.jit
+    def update(params, grads):
+        state = blueprint.tx.init(params)
+        for _ in range(2):
+            updates, state = blueprint.tx.update(grads, state, params)
+        return updates, state
+
+    updates, state = update(params, grads)
+    again, other = update(*(permuted(tree, blueprint.infos) for tree in (params, grads)))
+    assert_leaves_agree(again, permuted(updates, blueprint.infos))
+    assert_leaves_agree(
+        *(jax.tree.map(lambda x: np.asarray(x, np.float64), s) for s in (other, permuted(state, infos["opt_state"])))
+    )
+
+
+def test_a_state_is_put_in_order_again_bit_for_bit():
+    setup = build(MODEL, RING, js.optim.Lion())
+    blueprint = by_stage(setup.blueprint)
+    with RING:
+        want = jax.device_get(setup.state.params)
+        state = in_stages(blueprint, setup.state)
+        moved = jax.device_get(state.params)
+        assert_same_bits(jax.device_get(blueprint.weights(state)), want)
+        state = in_layers(blueprint, state)
+    assert_same_bits(jax.device_get(state.params), want)
+    order = [0, 2, 1, 3]  # a stage has every second layer
+    stack = lambda tree: tree["runs"][0]["blocks"][0]["attn"]["q"]["kernel"]  # noqa: E731
+    np.testing.assert_array_equal(stack(moved), stack(want)[order])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(layout=FLOW),
+        dict(layout=Layout("pipeline=2", pipeline="lockstep:4"), model=dataclasses.replace(MODEL, depth=5)),
+        dict(layout=V, algorithm=MeZO()),
+    ],
+    ids=["neighbours", "padding", "algorithm"],
+)
+def test_other_runs_have_layers_in_order(changes):
+    blueprint = blueprint_of(config(**changes))[0]
+    assert by_stage(blueprint) is blueprint

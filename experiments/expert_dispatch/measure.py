@@ -22,6 +22,7 @@ from jaxscale.parallel.dispatch import (
     AllGatherDispatch,
     Dispatcher,
     DroplessDispatch,
+    FusedDispatch,
     HierarchicalDispatch,
     SlotDispatch,
 )
@@ -41,6 +42,7 @@ DISPATCHERS: dict[str, Dispatcher] = {
     "SlotDispatch": SlotDispatch(),
     "DroplessDispatch": DroplessDispatch(),
     "DroplessDispatch, 8 bits": DroplessDispatch(CODES),
+    "FusedDispatch": FusedDispatch(),
     "AllGatherDispatch": AllGatherDispatch(),
     "AllGatherDispatch, 8 bits": AllGatherDispatch(CODES),
     "HierarchicalDispatch": HierarchicalDispatch(),

@@ -170,24 +170,17 @@ def main() -> None:
     """Compile every program and write compiled.json."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", choices=["kernels", "memory", "tiles"], action="append", default=[])
-    parts = parser.parse_args().part or [
-        "kernels",
-        "memory",
-        "tiles",
-    ]  # a kernel that was compiled before has no report
+    # kernels first: one that was compiled before has no report
+    parts = parser.parse_args().part or ["kernels", "memory", "tiles"]
     path = HERE / "compiled.json"
     rows: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     rows |= {part: [] for part in parts}
     for part in parts:
         for model in (*MODELS, "half") if part == "tiles" else MODELS:
             if part == "tiles":
-                for topology, what in (
-                    ("b200", "product"),
-                    ("b200", "layer"),
-                    ("h200", "product"),
-                    ("a100", "product"),
-                ):
-                    rows[part] += [memory(model, what, name, topology) for name in ("xla", "xla_tiles")]
+                for topology, what in itertools.product(("b200", "a100", "h200"), ("product", "layer")):
+                    if what == "product" or (topology == "b200" and model in MODELS):
+                        rows[part] += [memory(model, what, name, topology) for name in ("xla", "xla_tiles")]
             elif part == "kernels":
                 rows[part] += [kernel(model, what) for what in examples.PRODUCTS]
             else:
@@ -197,7 +190,8 @@ def main() -> None:
     loads = (("even", 0.0), ("skewed", 0.3))
     rows["rounding"] = [rounding(model, *load) for model in MODELS for load in loads]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
-    rows |= {"date": str(datetime.date.today()), "jax": jax.__version__, "commit": commit.stdout.strip()}
+    made = {"date": str(datetime.date.today()), "jax": jax.__version__, "commit": commit.stdout.strip()}
+    rows["made"] = rows.get("made", {}) | dict.fromkeys(parts, made)
     path.write_text(json.dumps(rows, indent=1) + "\n")
 
 

@@ -15,7 +15,9 @@ from jaxscale.optim import AdamW
 from jaxscale.plan.collectives import collectives
 from jaxscale.plan.compile import compile_step
 from jaxscale.step import MeZO, TrainConfig, blueprint_of
+from jaxscale.step.snapshots import Snapshots
 from jaxscale.step.stage_order import by_stage, in_layers, in_stages
+from jaxscale.train.snapshots.taker import Taking
 from tests.truth.compare import assert_leaves_agree
 from tests.truth.layouts import build
 from tests.truth.runs import assert_same_bits, bigram
@@ -64,8 +66,14 @@ def agree(got, want):
     [(Layout("pipeline=2", pipeline="interleaved:2"), 0), pytest.param(V, 1, marks=pytest.mark.long)],
     ids=str,
 )
-def test_a_run_by_stage_shows_layers_in_order_wherever_it_is_read(layout, evaluations):
-    many = config(layout, callbacks=(keep := Keep(),), checkpoint_every=1, eval_batches=evaluations)
+def test_a_run_by_stage_shows_layers_in_order_wherever_it_is_read(layout, evaluations, monkeypatch):
+    def after(self, step, state):
+        keep.seen["snapshot", step] = jax.device_get(state.params)
+        return {}
+
+    monkeypatch.setattr(Taking, "after", after)
+    more = dict(checkpoint_every=1, eval_batches=evaluations, snapshots=Snapshots())
+    many = config(layout, callbacks=(keep := Keep(),), **more)
     assert by_stage(blueprint_of(many)[0]).order is not None
     many, one = fit(many), fit(config(eval_batches=evaluations))
     for name in ("loss", "grad_norm", *(["eval_loss"] if evaluations else [])):
@@ -74,7 +82,7 @@ def test_a_run_by_stage_shows_layers_in_order_wherever_it_is_read(layout, evalua
     agree(many.state, one.state)
     for other in (None, FLOW, layout):
         assert_same_bits(restored(many, 2, other), many.state)
-    assert len(keep.seen) == 4
+    assert len(keep.seen) == 6
     for (_, step), params in keep.seen.items():
         assert_same_bits(params, jax.device_get(many.trained(step)))
 
@@ -139,6 +147,7 @@ def test_optimizers_treat_layers_alike_in_any_order(name):
     )
 
 
+@pytest.mark.long
 def test_a_state_is_put_in_order_again_bit_for_bit():
     setup = build(MODEL, RING, js.optim.Lion())
     blueprint = by_stage(setup.blueprint)

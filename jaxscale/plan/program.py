@@ -160,9 +160,10 @@ class Recorder:
     def _masked(self, eqn: Any) -> int:
         """Scratch bytes of a ragged product on GPUs: its rows, masked for each group and transposed.
 
-        XLA for GPUs makes the product dense. The formula comes from buffer assignments of steps compiled for H100
-        (`experiments/planner_accuracy/MEMORY.md`). Experts' products are inside a `shard_map`, so that shapes are
-        per-device.
+        XLA for GPUs makes the product dense. Experts take it there with one group or few rows, and else a kernel or a
+        loop over tiles (`pallas_kernels.grouped_matmul`), which is walked as any loop. The formula comes from buffer
+        assignments of steps compiled for H100 (`experiments/planner_accuracy/MEMORY.md`). Experts' products are inside
+        a `shard_map`, so that shapes are per-device.
         """
         rows, _, sizes = (v.aval for v in eqn.invars[:3])
         return 2 * math.prod(sizes.shape) * math.prod(rows.shape) * rows.dtype.itemsize

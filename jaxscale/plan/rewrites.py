@@ -45,13 +45,13 @@ def rewritten(program: Program, hardware: Topology, *, copied_stacks: bool) -> t
       copied_stacks: whether stacks of weights in the compute dtype are copied to another tiling.
     """
     numbers = itertools.count(-1, -1)
-    operations = _with_whole_sums(program.operations, hardware, numbers)
+    operations = _with_sums_combined(program.operations, numbers)
+    operations = _with_whole_sums(_with_sums_after_loops(operations, numbers), hardware, numbers)
     if hardware.chip.platform == "gpu":
         operations = _with_transposed_stacks(operations, numbers)
     else:
         operations = _with_hoisted_casts(operations, numbers, program.narrow if copied_stacks else frozenset())
-    operations = _with_sums_combined(operations, numbers)
-    return _with_sums_after_loops(operations, numbers)
+    return _with_sums_combined(operations, numbers)
 
 
 def is_sum(op: Operation) -> bool:
@@ -254,7 +254,8 @@ def _with_sums_combined(operations: Sequence[Operation], numbers: Iterator[int])
 def _with_sums_after_loops(operations: Sequence[Operation], numbers: Iterator[int]) -> tuple[Operation, ...]:
     """Move the reduce-scatter of a sum that a loop accumulates behind the loop, which then carries the whole array.
 
-    If the partitioner scatters an embedding's gradient, the program's own reduce-scatters stayed in compiled loops.
+    If the partitioner scatters the gradient of one table, the program's own reduce-scatter of a table of the same size
+    stays in compiled loops.
     """
     result: list[Operation] = []
     for op in operations:
@@ -273,10 +274,10 @@ def _with_sums_after_loops(operations: Sequence[Operation], numbers: Iterator[in
             made = body[name.maker[whole]] if whole in name.maker else None
             if made is not None and made.name not in SUMS and made.writes[whole] >= _CARRIED:
                 moved[before] = add, scatter, whole
-        if any(body[scatter].name == "reshard" for _, scatter, _ in moved.values()):
-            moved = {n: m for n, m in moved.items() if body[m[1]].name == "reshard"}
-        carried, writes, after = dict(op.carried), dict(op.writes), list[Operation]()
         sizes = {whole: body[name.maker[whole]].writes[whole] for _, _, whole in moved.values()}
+        scattered = {sizes[whole] for _, scatter, whole in moved.values() if body[scatter].name == "reshard"}
+        moved = {n: m for n, m in moved.items() if body[m[1]].name == "reshard" or sizes[m[2]] not in scattered}
+        carried, writes, after = dict(op.carried), dict(op.writes), list[Operation]()
         for before, (add, scatter, whole) in moved.items():
             initial, end, small = carried[before]
             carried[before] = initial, end, sizes[whole]

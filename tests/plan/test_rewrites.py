@@ -82,6 +82,40 @@ def test_a_sum_that_a_loop_only_adds_to_is_scattered_after_the_loop():
     assert rewritten(program, V5E, copied_stacks=False) == (read_elsewhere,)
 
 
+def test_a_sum_over_all_chips_that_is_an_all_reduce_also_waits_for_the_end_of_the_loop():
+    over_eight = tuple(send("reduce-scatter", ("fsdp",), WHOLE, {"fsdp": 8}))
+    scatter, gradient = (
+        Operation("reduce_scatter", (10,), {11: SHARD}, sent=over_eight),
+        Operation("add", (1,), {10: WHOLE}),
+    )
+    add = Operation("add", (5, 11), {12: SHARD})
+    program = Program(
+        (loop(gradient, scatter, add, carried={5: (2, 12, SHARD)}, reads=(1, 2)),), {1: WHOLE, 2: SHARD}, (12,)
+    )
+    inside, total, part = rewritten(program, topology("v5p:2x2x2"), copied_stacks=False)
+    assert [op.name for op in inside.body] == ["add", "add"] and inside.carried[5][2] == WHOLE
+    assert total.sent == over_eight and [*total.writes.values()] == [WHOLE]  # an all-reduce, whose result is whole
+    assert part.name == "slice" and part.writes == {12: SHARD}
+
+
+def test_a_scatter_of_the_program_itself_stays_in_the_loop_only_beside_one_of_the_partitioner_of_the_same_size():
+    def program_with(other):
+        mine = (
+            Operation("scatter-add", (1,), {10: WHOLE}),
+            Operation("reduce_scatter", (10,), {11: SHARD}, sent=SCATTER),
+        )
+        sent = tuple(send("reduce-scatter", ("fsdp",), other, {"fsdp": 4}))
+        its = Operation("dot_general", (1,), {20: other}), Operation("reshard", (20,), {21: other // 4}, sent=sent)
+        adds = Operation("add", (5, 11), {12: SHARD}), Operation("add", (6, 21), {22: other // 4})
+        carried = {5: (2, 12, SHARD), 6: (3, 22, other // 4)}
+        step = loop(*mine, *its, *adds, carried=carried, reads=(1, 2, 3))
+        return Program((step,), {1: WHOLE, 2: SHARD, 3: other // 4}, (12, 22))
+
+    for other, stays in ((WHOLE, True), (2 * WHOLE, False)):
+        inside = rewritten(program_with(other), V5E, copied_stacks=False)[0]
+        assert ("reduce_scatter" in [op.name for op in inside.body]) is stays
+
+
 def test_rows_that_are_cast_behind_an_alias_are_cast_as_a_stack_before_the_loop():
     body = Operation(ALIAS, (20,), {21: 0}), Operation("convert_element_type", (21,), {22: SHARD // 2})
     product = Operation("dot_general", (22, 3), {23: SHARD})

@@ -121,6 +121,10 @@ def count(number: int, one: str, many: str | None = None) -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
+_LESS_ALIKE = 0.2
+"""A word is not suggested beside one that is more similar to the invalid word by this."""
+
+
 def near(word: str, known: Iterable[str], *, cutoff: float = 0.5, bindings: bool = False) -> str:
     """The end of an error message: `; did you mean 'fsdp'?`, or the valid words if none is similar.
 
@@ -128,11 +132,13 @@ def near(word: str, known: Iterable[str], *, cutoff: float = 0.5, bindings: bool
       word: the invalid word; it may be another program's name for a valid one (see `jaxscale.other_names`).
       known: the valid words.
       cutoff: the least similarity of two spellings, from 0 to 1.
-
       bindings: see `jaxscale.other_names.same`.
     """
     known = sorted(set(known))
-    close = same(word, known, bindings=bindings) or difflib.get_close_matches(word, known, 3, cutoff)
+    close = same(word, known, bindings=bindings)
+    if not close and (close := difflib.get_close_matches(word, known, 3, cutoff)):
+        alike = [difflib.SequenceMatcher(None, c, word).ratio() for c in close]  # the most alike is the first
+        close = [c for c, ratio in zip(close, alike, strict=True) if ratio > alike[0] - _LESS_ALIKE]
     if close:
         return "; did you mean " + " or ".join(f"'{c}'" for c in close) + "?"
     return f"; known: {', '.join(known)}" if known else ""

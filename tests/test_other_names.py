@@ -199,3 +199,8 @@ def test_every_name_of_ours_is_one():
         assert exists, name
     assert all(fold(theirs) == theirs for theirs in OURS), [t for t in OURS if fold(t) != t]
     assert near("1F1B", SCHEDULES) == "; did you mean '1f1b'?" and near("zero_bubble", SCHEDULES).count("zb-h1")
+
+
+def test_names_that_are_much_less_alike_than_the_best_are_not_suggested():
+    assert near("AdanW", ["AdamW", "AdamW8bit", "Median", "SGD"]) == "; did you mean 'AdamW'?"
+    assert near("warm", ["warmup", "warmth"]) == "; did you mean 'warmup' or 'warmth'?"

@@ -343,7 +343,7 @@ class Layout:
         return (
             f"the rule {kind}['{axis}'] = {target if len(target) > 1 else target[0]!r} shards {size} over {pieces} "
             f"devices ({mesh}), and {pieces} does not divide {size}; the nearest '{axis}' that it divides is {sizes}, "
-            f"a number of devices that divides {size} is {fitting}"
+            f"or use a mesh with {fitting} in place of {pieces}, which divides {size}"
         )
 
     def sharding(

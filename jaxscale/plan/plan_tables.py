@@ -22,7 +22,8 @@ LARGEST = 10
 def plan_tables(plan: Plan) -> Iterator[RenderableType]:
     """Yield all tables and lines of a plan, top to bottom."""
     devices = plan.config.layout.devices  # type: ignore[union-attr]
-    yield f"{plan.hardware.name}, {devices} devices: {plan.config.layout}; {plan.basis}\n"
+    used = f"{devices} devices" if devices == plan.hardware.devices else f"{devices} of {plan.hardware.devices} devices"
+    yield f"{plan.hardware.name}, {used}: {plan.config.layout}; {plan.basis}\n"
     yield memory_table(plan)
     yield step_table(plan)
     if plan.step.traffic:

@@ -84,10 +84,10 @@ def places(monkeypatch) -> dict[str, set[Any]]:
     result: dict[str, set[Any]] = {}
     save = js.train.loop.Loop._save
 
-    def saved(self: Any, state: Any) -> None:
+    def saved(self: Any, state: Any) -> Any:
         devices = {d for x in jax.tree.leaves(state.params) for d in x.devices()}
         result.setdefault(self.run.path.name, set()).update(devices)
-        save(self, state)
+        return save(self, state)
 
     monkeypatch.setattr("jaxscale.train.loop.Loop._save", saved)
     return result

@@ -55,11 +55,12 @@ def moved_by_xla(text, x):
     return reads, writes
 
 
-def test_the_kernel_reads_long_rows_twice_and_xla_on_a_cpu_four_times():
+def test_the_kernel_reads_long_rows_twice_and_xla_on_a_cpu_three_times_or_more():
     assert moved_by_the_kernel(CHUNK) == [2, 1]
     x = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32)
-    # maximum, exponentials, sum, quotient; the exponentials are written and read again
-    assert moved_by_xla(jax.jit(jax.nn.softmax).lower(x).compile().as_text(), x) == (4, 2)
+    # maximum, exponentials, sum (one with the exponentials in jax 0.12), quotient of exponentials that were written
+    reads, writes = moved_by_xla(jax.jit(jax.nn.softmax).lower(x).compile().as_text(), x)
+    assert reads in (3, 4) and writes == 2
 
 
 @pytest.mark.tpu_aot

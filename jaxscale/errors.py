@@ -122,7 +122,7 @@ def count(number: int, one: str, many: str | None = None) -> str:
 
 
 _LESS_ALIKE = 0.2
-"""A word is not suggested beside one that is more similar to the invalid word by this."""
+"""Words are suggested that are less similar to the invalid word than the most similar one by less than this."""
 
 
 def near(word: str, known: Iterable[str], *, cutoff: float = 0.5, bindings: bool = False) -> str:

@@ -307,7 +307,8 @@ class Report:
 def kernel_reports(fn: Callable[..., Any], *shapes: Any, topology: str | None = "h200") -> list[Report]:
     """Compile a function for a GPU and return ptxas' report on each Mosaic kernel in it.
 
-    JAX compiles a kernel once in a process, also for two functions; the second gets the report of the first.
+    Some versions of jax (0.12) compile equal kernels of two functions once in a process; the second function then gets
+    the reports of the first.
 
     Args:
       fn: the function that one device runs.

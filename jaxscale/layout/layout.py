@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.config import register
-from jaxscale.errors import LayoutError
+from jaxscale.errors import LayoutError, count
 from jaxscale.layout.axes import AXES, FILLED, MESH_AXES, REPLICABLE, check_axis, check_mesh_axis
 from jaxscale.layout.mesh import make_mesh, parse_mesh, resolve_sizes
 from jaxscale.layout.pipeline import Pipeline
@@ -343,7 +343,7 @@ class Layout:
         return (
             f"the rule {kind}['{axis}'] = {target if len(target) > 1 else target[0]!r} shards {size} over {pieces} "
             f"devices ({mesh}), and {pieces} does not divide {size}; the nearest '{axis}' that it divides is {sizes}, "
-            f"or use a mesh with {fitting} in place of {pieces}, which divides {size}"
+            f"or shard it over {count(fitting, 'device')}"
         )
 
     def sharding(

@@ -68,7 +68,7 @@ class Pipeline:
                 "parameters on two devices; use 'dualpipe-v', which needs them on one"
             )
         if isinstance(name, str) and name not in SCHEDULES and not name.endswith(".csv"):
-            raise LayoutError(f"there is no pipeline schedule '{name}'{near(name, SCHEDULES)}; a file ends in .csv")
+            raise LayoutError(f"'{name}' is no pipeline schedule, and no file of one (.csv){near(name, SCHEDULES)}")
         if not isinstance(name, str):
             try:
                 inspect.signature(name).bind(1, 1, **({"chunks": 1} if self._takes_chunks else {}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from jaxscale.errors import count
 from jaxscale.plan.printing import table_of
 from jaxscale.plan.waterfall import step_terms, waterfall
 from jaxscale.units import human_bytes, human_seconds
@@ -78,7 +79,7 @@ def memory_table(plan: Plan) -> Table:
     table = table_of(f"memory of a device, of {human_bytes(capacity)}", "", "bytes", "share")
     parts = list(groups(plan.memory).items())
     rest = parts[LARGEST:]
-    for name, size in [*parts[:LARGEST], *([(f"{len(rest)} others", sum(n for _, n in rest))] if rest else [])]:
+    for name, size in [*parts[:LARGEST], *([(count(len(rest), "other"), sum(n for _, n in rest))] if rest else [])]:
         table.add_row(name, human_bytes(size), f"{size / capacity:.1%}")
     table.add_section()
     table.add_row("by arithmetic", human_bytes(plan.memory.device), f"{plan.memory.device / capacity:.1%}")

@@ -372,7 +372,7 @@ def groups(memory: Estimate) -> dict[str, int]:
     parts["parameters and optimizer state"] = memory.state
     for buffer in memory.at_peak:
         parts[buffer.what] += buffer.size
-    parts["gaps between buffers"] = memory.device - sum(parts.values())
+    parts["unused space between arrays (fragmentation)"] = memory.device - sum(parts.values())
     return {what: size for what, size in sorted(parts.items(), key=lambda part: -part[1]) if size}
 
 

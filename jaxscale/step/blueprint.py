@@ -98,7 +98,7 @@ def _inferred(config: TrainConfig, graphdef: nnx.GraphDef[Any], infos: Tree) -> 
         return _value(config, nnx.merge(graphdef, params), batch)
 
     named = infer_names(value, shapes_of(infos), abstract_inputs(config), tensor=layout.sizes["tensor"])
-    _notes_of_names(type(config.model).__name__, named.notes)
+    _notes_of_names(type(nnx.merge(graphdef, infos)).__name__, named.notes)
     return named.infos
 
 

@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,10 +24,11 @@ from jaxscale.models.base import Stageable as StageableModel
 from jaxscale.models.base import arrange, hidden_and_stats, order_of
 from jaxscale.nn import Linear, Part, Stats, reports
 from jaxscale.nn.stats import total as sum_of
-from jaxscale.parallel.pipeline import Stageable, Stages, assign, execute
+from jaxscale.parallel.pipeline import Stageable, Stages, execute
 from jaxscale.parallel.seeds import HEAD, random_products
 from jaxscale.step.loss import Loss
 from jaxscale.step.objective import Batch, Objective, Totals, check_additive
+from jaxscale.step.stage_layers import stages_of
 from jaxscale.step.state import Blueprint
 
 if TYPE_CHECKING:
@@ -85,80 +86,7 @@ def pipelined(blueprint: Blueprint, objective: Objective, accumulate: int = 1) -
             "Pipeline.gather = 'step': layers of this model report statistics of all rows of a micro-batch together, "
             "so that devices along fsdp have to run each layer together; use Pipeline.gather = 'layer'"
         )
-    runs, uses = list(blueprint.infos["runs"].values()), _uses(model)
-    stages, stuck = _assigned(runs, uses, blueprint.layout, blueprint.layout.schedule.chunks_per_stage)
-    if stuck is not None:
-        # raises first if the reason is another mesh axis
-        blueprint.layout.spec((None, *stuck.axes[1:]), stuck.shape, name=stuck.path)
-        raise LayoutError(
-            f"{stuck.path} {stuck.axes} of shape {stuck.shape} has to be sharded along its width over pipeline stages, "
-            f"since they do not hold its layers in equal parts, but {blueprint.layout.stages} stages "
-            f"divide none of its dimensions; use {_ways_to_divide(runs, uses, blueprint.layout)}"
-        )
-    return Pipelined(blueprint, objective, accumulate, blueprint.layout, stages)
-
-
-def stages_of(blueprint: Blueprint) -> Stages:
-    """Return the layers of each stage of a model that `pipelined` accepts.
-
-    Args:
-      blueprint: the run's blueprint, with a pipeline, without adapters.
-    """
-    assert blueprint.layout is not None
-    runs = list(blueprint.infos["runs"].values())
-    uses = _uses(nnx.merge(blueprint.graphdef, blueprint.infos))
-    return _assigned(runs, uses, blueprint.layout, blueprint.layout.schedule.chunks_per_stage)[0]
-
-
-def _uses(model: StageableModel) -> int:
-    return max(getattr(run, "uses", 1) for run in model.runs)
-
-
-def _groups(runs: Sequence[Tree], uses: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return for each run of blocks how often its group repeats, and the number of layers in a group.
-
-    A group that is applied several times (`Transformer.shared`) is as many times as many layers.
-    """
-    return tuple(jax.tree.leaves(run)[0].shape[0] for run in runs), tuple(len(run["blocks"]) * uses for run in runs)
-
-
-def _assigned(runs: Sequence[Tree], uses: int, layout: Layout, chunks: int) -> tuple[Stages, TensorInfo | None]:
-    """Assign layers to stages.
-
-    Returns:
-      The stages, and a parameter that stages do not hold in equal parts and that cannot be sharded along its width
-      either, or `None`.
-    """
-    stages = assign(*_groups(runs, uses), layout.stages, chunks, layout.schedule.placement)
-    moved = (i for n, run in enumerate(runs) if not stages.equal(n) for i in jax.tree.leaves(run))
-    return stages, next((i for i in moved if not _width_divides(i, layout)), None)
-
-
-def _width_divides(info: TensorInfo, layout: Layout) -> bool:
-    try:
-        layout.spec(info.axes, (1, *info.shape[1:]))
-    except LayoutError:
-        return False
-    return True
-
-
-def _ways_to_divide(runs: Sequence[Tree], uses: int, layout: Layout) -> str:
-    """Suggest changes of the layout or the model, each of which is enough to distribute the layers over stages."""
-
-    def fits(stages: int, chunks: int) -> bool:
-        mesh = ",".join(f"{a}={stages if a == 'pipeline' else n}" for a, n in layout.sizes.items())
-        try:
-            return _assigned(runs, uses, dataclasses.replace(layout.specification, mesh=mesh), chunks)[1] is None
-        except LayoutError:  # more stages than layers
-            return False
-
-    stages, chunks = layout.stages, layout.schedule.chunks_per_stage
-    ways = ["a schedule of 1 chunk a stage, such as 'lockstep'"] if chunks > 1 and fits(stages, 1) else []
-    ways += [f"pipeline={n}" for n in range(stages - 1, 1, -1) if fits(n, chunks)][:1]
-    (_, *rest), (period, *remainder) = _groups(runs, uses)
-    if not rest or (rest == [1] and remainder[0] < period):  # one run, or one and a remainder
-        ways.append(f"a number of layers that is a multiple of {stages * chunks * period}")
-    return ", or ".join(ways or ["a mesh without pipeline"])
+    return Pipelined(blueprint, objective, accumulate, blueprint.layout, stages_of(blueprint))
 
 
 def replicas_of(graphdef: nnx.GraphDef[Any], infos: Tree, layout: Layout) -> tuple[str, ...]:
@@ -295,7 +223,7 @@ class Pipelined:
         simulated = simulate(table)
         bubble = simulated.bubble if self._independent else simulated.lockstep_bubble
         clock = "its own clock" if self._independent else "a common clock, since layers are split over devices as well"
-        held = "" if self.blueprint.order is None else "; it holds the layers of its chunks, which no step sends"
+        held = "" if self.blueprint.order is None else "; its layers stay on it, so that steps send no parameters"
         notes = [
             f"pipeline: schedule {table.name}, {table.stages} stages, {table.microbatches} micro-batches of "
             f"{rows // table.microbatches} rows; a stage idles {bubble:.0%} of its time (simulated, on {clock}) and "
@@ -317,8 +245,8 @@ class Pipelined:
             )
         if self.replicas:
             notes.append(
-                "pipeline: every replica accumulates its own gradients, in float32 and whole along "
-                f"{' and '.join(self.replicas)}; they are summed once, after the last micro-batch"
+                f"pipeline: devices along {' and '.join(self.replicas)} accumulate gradients of all their parameters, in "
+                "float32; they are summed once, after the last micro-batch"
             )
         elif batch_axes:
             notes.append(

@@ -20,7 +20,8 @@ import numpy as np
 from jaxscale.layout import Layout, TensorInfo, shardings_of
 from jaxscale.layout.host import HOST
 from jaxscale.parallel.pipeline import Stages
-from jaxscale.step.pipeline import is_pipelined, stages_of
+from jaxscale.step.pipeline import is_pipelined
+from jaxscale.step.stage_layers import stages_of
 from jaxscale.step.state import Blueprint, TrainState
 
 Tree = Any
@@ -167,14 +168,16 @@ class StageOrder:
 def by_stage(blueprint: Blueprint) -> Blueprint:
     """Return the blueprint of steps that take a state in the order of pipeline stages, its `order`.
 
-    The same blueprint is returned if stages hold neighbouring layers, or padding; and if the order cannot be changed:
-    with adapters, a state in host memory, an algorithm that is not `in_any_order`, or an optimizer whose arrays have no
-    logical axes.
+    The same blueprint is returned if stages hold neighbouring layers, or padding; if the model has no `runs` of layers
+    (steps refuse it); and if the order cannot be changed: with adapters, a state in host memory, an algorithm that is
+    not `in_any_order`, or an optimizer whose arrays have no logical axes.
 
     Args:
       blueprint: the run's blueprint.
     """
-    if not is_pipelined(blueprint) or blueprint.adaptation is not None or not blueprint.algorithm.in_any_order:
+    if not is_pipelined(blueprint) or "runs" not in blueprint.infos:
+        return blueprint
+    if blueprint.adaptation is not None or not blueprint.algorithm.in_any_order:
         return blueprint
     order = StageOrder(blueprint, stages := stages_of(blueprint))
     moved = any(stages.equal(n) and not stages.in_place(n) for n in range(len(stages.index)))

@@ -179,13 +179,13 @@ def _traces(
             shardings: Any = batch_shardings(layout, inputs, len(next(iter(batch.values()))))
             placed = None if layout is None else shardings
             on_devices = batch if layout is None else {k: lay(x, shardings[k]) for k, x in batch.items()}
-            stored = by_stage(setup.blueprint)  # as the training loop does
-            state = in_stages(stored, setup.state)
+            staged = by_stage(setup.blueprint)  # as the training loop does
+            state = in_stages(staged, setup.state)
             if compiled is None:
-                loss_and_grads = make_loss_and_grads(stored, accumulate=accumulate, objective=objective)
-                step: Any = jit_step(make_step(loss_and_grads, stored.tx), stored, placed)
+                loss_and_grads = make_loss_and_grads(staged, accumulate=accumulate, objective=objective)
+                step: Any = jit_step(make_step(loss_and_grads, staged.tx), staged, placed)
                 compiled = step.lower(state, on_devices).compile(QUICKLY)
-            traces.append(_trace(compiled, stored, state, on_devices, steps))
+            traces.append(_trace(compiled, staged, state, on_devices, steps))
     return traces
 
 

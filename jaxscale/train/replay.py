@@ -106,9 +106,9 @@ def replay(run: RunFolder, step: int) -> Replayed:
     passed = {s for row in skips for s in row.get("passed_over", ())}
     with config.layout or contextlib.nullcontext():
         checkpoint, state = _before(run, config, prepared, step)
-        stored = by_stage(prepared.blueprint)
-        take = dataclasses.replace(prepared, blueprint=stored).step_of(config)
-        state = in_stages(stored, state)
+        staged = by_stage(prepared.blueprint)
+        take = dataclasses.replace(prepared, blueprint=staged).step_of(config)
+        state = in_stages(staged, state)
         for done in range(checkpoint, step - 1):
             if done + 1 in passed:
                 state = state.replace(step=state.step + 1)
@@ -117,10 +117,10 @@ def replay(run: RunFolder, step: int) -> Replayed:
                 jax.block_until_ready(metrics)  # simulated devices deadlock when steps pile up
         batch = prepared.place_step(step - 1)
         rows: Tree = batch if prepared.by_degree is None else prepared.loader.batch_at(step - 1)  # not dealt
-        state = in_layers(stored, state)
+        state = in_layers(staged, state)
         host = _on_host((state.params, state.opt_state, rows, state.frozen))
         key = jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(state.rng))))
-        metrics = jax.device_get(take(in_stages(stored, state), batch)[1])
+        metrics = jax.device_get(take(in_stages(staged, state), batch)[1])
     numbers = {k: float(metrics[k]) for k in NUMBERS}
     params, opt_state, inputs, frozen = host
     parts = (("params", params), ("opt_state", opt_state), ("batch", inputs))

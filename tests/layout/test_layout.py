@@ -36,7 +36,7 @@ def test_a_dimension_that_does_not_divide_names_tensor_shape_rule_and_the_neares
         "shards 6 over 4",
         "tensor=4",
         "4 or 8",
-        "or use a mesh with 2 in place of 4, which divides 6",
+        "or shard it over 2 devices",
     ):
         layout.spec(("embed", "heads", "head_dim"), (64, 6, 16), name="q/kernel")
 
@@ -239,5 +239,5 @@ def test_a_placed_layout_is_written_as_its_specification():
 
 
 def test_advice_without_a_common_divisor_names_the_largest_number_of_devices_that_divides():
-    with raises_saying(LayoutError, "shards 16 over 5", "a mesh with 4 in place of 5, which divides 16"):
+    with raises_saying(LayoutError, "shards 16 over 5", "or shard it over 4 devices"):
         Layout("data=5").spec(("batch",), (16,), kind="activations")

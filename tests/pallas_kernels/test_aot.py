@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 
 import jax
@@ -85,7 +86,10 @@ def test_the_gate_reads_the_report_of_ptxas_and_refuses_too_much_shared_memory()
         jax.jit(fn).lower(*shapes)  # lowered only: the compiler and the lowering now number kernels differently
     reports, problem = gate.gate_gpu(*copy(64), "h200")
     assert problem is None and reports[0].shared_memory >= 64 * 256 * 4 and reports[0].registers > 0
-    assert gate.gate_gpu(*copy(64), "h200") == (reports, None)  # the kernel is compiled once, and reported twice
+    again, problem = gate.gate_gpu(*copy(64), "h200")  # newer versions of jax compile the kernel once, for both
+    assert problem is None and [dataclasses.replace(r, name="") for r in again] == [
+        dataclasses.replace(r, name="") for r in reports
+    ]
     assert gate.gate_gpu(*copy(256), "h200")[1] is not None  # 256 KiB
 
 

@@ -148,7 +148,7 @@ LAYOUTS = {
     ),
     "query heads": (
         dict(mesh="tensor=4", heads=6),
-        ("4 or 8", "a mesh with 2 in place of 4"),
+        ("4 or 8", "over 2 devices"),
         [dict(heads=4), dict(heads=8), dict(mesh="tensor=2")],
     ),
     "flash attention x context": (

@@ -211,5 +211,5 @@ def test_balance_by_bias_evens_the_load():
 def test_experts_that_do_not_divide_are_refused_before_compiling():
     model = dataclasses.replace(ONE, mlp=MixtureOfExperts(experts=6))
     blueprint, _ = blueprint_of(TrainConfig(model=model, layout=Layout("expert=4")))
-    with raises_saying(LayoutError, "mlp", "'experts'", "shards 6 over 4", "4 or 8", "is 2"):
+    with raises_saying(LayoutError, "mlp", "'experts'", "shards 6 over 4", "4 or 8", "over 2 devices"):
         blueprint.shardings()

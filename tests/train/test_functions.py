@@ -11,6 +11,7 @@ from flax import nnx
 
 import jaxscale as js
 from jaxscale.errors import ConfigError, DataError
+from jaxscale.plan.communication import partition
 from jaxscale.step import blueprint_of
 from tests.truth.errors import raises_saying
 
@@ -70,6 +71,8 @@ def test_what_does_not_fit_is_refused():
         js.TrainConfig(model=Net, objective=loss)
     with raises_saying(ConfigError, "returned the shape () for 16 rows; return the loss of each row, (16,)"):
         blueprint_of(js.TrainConfig(model=Net, layout=LAYOUT, **{**_settings(), "objective": mean_loss}))
+    with raises_saying(ConfigError, "the last pipeline stage cannot compute", "use a mesh without pipeline"):
+        partition(js.TrainConfig(model=Net, layout=js.Layout("pipeline=2,data=4"), **_settings()), "v5e:2x4")
 
 
 def _settings():

@@ -269,4 +269,4 @@ def test_padding_and_what_the_schedule_costs_are_reported():
     assert any("stored sharded along their width" in n for n in notes)
     interleaved = TrainConfig(model=MODEL, batch_size=8, seq_len=8, layout=Layout("pipeline=2", pipeline="interleaved"))
     (note,) = explain(interleaved).notes
-    assert note.endswith("it holds the layers of its chunks, which no step sends")
+    assert note.endswith("its layers stay on it, so that steps send no parameters")

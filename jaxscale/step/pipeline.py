@@ -245,8 +245,8 @@ class Pipelined:
             )
         if self.replicas:
             notes.append(
-                f"pipeline: devices along {' and '.join(self.replicas)} accumulate gradients of all their parameters, in "
-                "float32; they are summed once, after the last micro-batch"
+                f"pipeline: devices along {' and '.join(self.replicas)} accumulate gradients of all their parameters, "
+                "in float32; they are summed once, after the last micro-batch"
             )
         elif batch_axes:
             notes.append(

@@ -36,7 +36,8 @@ def test_products_and_gradients_are_as_exact_as_ordinary_products_and_other_rows
     plain = jax.jit(lambda *a: cases.plain(*a, sizes))(rows, matrices, dy)
     for part, got, other, true in zip(cases.PARTS, ours, plain, cases.truth(rows, matrices, sizes, dy), strict=True):
         assert got.shape == true.shape and got.dtype == dtype
-        assert error_of(got, true) <= allowed(error_of(other, true), got.dtype), part
+        few = 4 * float(jnp.finfo(jnp.float32).eps)  # processors sum in different orders, each of the two in its own
+        assert error_of(got, true) <= max(few, allowed(error_of(other, true), got.dtype)), part
     assert not np.asarray(ours[0], np.float32)[sizes.sum() :].any()
 
 

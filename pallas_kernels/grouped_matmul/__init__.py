@@ -52,8 +52,8 @@ def grouped_matmul(
       bias: float32 (groups, n), added to the rows of each group, or `None`; for operands that are not integers.
       transposed: multiply by the transposed matrices.
       out_dtype: dtype of the output; by default the operands', int32 for int8 and float32 for 8-bit floats.
-      implementation: "mosaic_tpu", "mosaic_gpu", "xla_tiles" (for GPUs, a loop over tiles of rows), "xla" (which is
-        `jax.lax.ragged_dot`), or `None` for the best here.
+      implementation: "mosaic_tpu", "mosaic_gpu", "xla_tiles" (for GPUs and CPUs, a loop over tiles of rows), "xla"
+        (which is `jax.lax.ragged_dot`), or `None` for the best here.
 
     Returns:
       (m, n); 0 in rows after the last group.
@@ -97,7 +97,7 @@ def grouped_outer(
 IMPLEMENTATIONS = (
     Implementation("mosaic_tpu", ("tpu",), tpu.supported, tpu.run),
     Implementation("mosaic_gpu", ("cuda",), gpu.supported, gpu.run),
-    Implementation("xla_tiles", ("cuda", "rocm"), tiled.supported, tiled.run),
+    Implementation("xla_tiles", ("cuda", "rocm", "cpu"), tiled.supported, tiled.run),
     Implementation("xla", (), xla.supported, xla.run),
 )
 """Best first."""

@@ -1,10 +1,10 @@
-"""The grouped products in a loop over tiles of rows, by XLA: for GPUs that have no kernel here.
+"""The grouped products in a loop over tiles of rows, by XLA: for CPUs, and GPUs that have no kernel here.
 
-XLA for GPUs multiplies the rows of `jax.lax.ragged_dot` by the matrices of all groups, and stores the rows once for
-each group, with zeros in those of other groups. Here a step of a loop takes a tile of rows of one group, and that
-group's matrix. Tiles start at a group's first row. How many there are is known on the device only, and the loop has as
-many steps as the worst sizes need: a length that the host knows costs no wait in each step, and steps without rows
-store nothing.
+XLA for GPUs and CPUs multiplies the rows of `jax.lax.ragged_dot` by the matrices of all groups, and stores the rows
+once for each group, with zeros in those of other groups. Here a step of a loop takes a tile of rows of one group, and
+that group's matrix. Tiles start at a group's first row. How many there are is known on the device only, and the loop
+has as many steps as the worst sizes need: a length that the host knows costs no wait in each step, and steps without
+rows store nothing.
 
 The outer product adds the products of a group's tiles in float32, and writes the sum into its place after each.
 """

@@ -101,13 +101,15 @@ def test_tiles_have_every_row_of_a_group_once():
         ("AMD Instinct MI300X", (8, 8192), "xla_tiles", "for NVIDIA GPUs"),
         ("NVIDIA B200", (1, 8192), "xla", "with one group `ragged_dot` is one product"),
         ("NVIDIA B200", (8, 256), "xla", "256 or fewer rows by all matrices"),
+        ("cpu", (8, 8192), "xla_tiles", None),
+        ("cpu", (8, 256), "xla", "256 or fewer rows by all matrices"),
         ("TPU v5 lite", (8, 8192), "mosaic_tpu", None),
     ],
 )
-def test_gpus_without_a_kernel_take_tiles_where_ragged_dot_would_be_dense(kind, facts, chosen, why):
+def test_devices_without_a_kernel_take_tiles_where_ragged_dot_would_be_dense(kind, facts, chosen, why):
     groups, m = facts
     made = Facts("matmul", groups, m, 2048, 7168, "bfloat16", "bfloat16", "bfloat16")
-    with on_device(kind):
+    with on_device(kind, "cpu" if kind == "cpu" else None):
         choice = best("grouped_matmul", op.IMPLEMENTATIONS, {"facts": made})
     assert choice.implementation == chosen
     assert (why is None) == (not choice.why_not) and (why is None or why in choice.why_not[-1][1])

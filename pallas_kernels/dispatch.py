@@ -250,7 +250,7 @@ def _bind(chosen: Implementation, target: Target, case: dict[str, Any]) -> Calla
 
 
 def _differentiated_once(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse derivatives of a kernel, of which an op's rule is the first: Pallas would fail without a word."""
+    """Refuse derivatives of a kernel, which has those of its op's rule only: Pallas would fail without a word."""
 
     @jax.custom_jvp
     def guarded(arrays: Any) -> Any:
@@ -258,7 +258,9 @@ def _differentiated_once(op: str, kernel: Callable[..., Any]) -> Callable[..., A
 
     @guarded.defjvp
     def _refuse(primals: Any, tangents: Any) -> Any:
-        raise KernelError(f"{op}: a kernel has no second derivative; set implementation='xla', which has one")
+        raise KernelError(
+            f"{op}: this kernel has no forward mode and no second derivative; set implementation='xla', which has both"
+        )
 
     return lambda *arrays: kernel(*guarded(arrays))
 

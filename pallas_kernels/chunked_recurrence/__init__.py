@@ -18,6 +18,7 @@ import numpy as np
 
 from pallas_kernels.chunked_recurrence import gpu, tpu, xla
 from pallas_kernels.chunked_recurrence.inputs import CHUNK, LEAST, Facts, Inputs, checked
+from pallas_kernels.derivatives import custom_vjp
 from pallas_kernels.dispatch import Implementation, Target, device, dispatch
 
 __all__ = ["CHUNK", "IMPLEMENTATIONS", "chunked_recurrence"]
@@ -105,7 +106,7 @@ def _forward(facts: Facts, implementation: str | None, inputs: Inputs) -> tuple[
     return dispatch("chunked_recurrence", IMPLEMENTATIONS, (inputs,), case, implementation)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(custom_vjp, nondiff_argnums=(0, 1))
 def _recur(facts: Facts, implementation: str | None, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     return _forward(facts, implementation, inputs)
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.chunked_recurrence.inputs import BLOCK, FAR
+from pallas_kernels.derivatives import custom_vjp
 
 _FORMS = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
 _BACK = {"nn": (("nt", "ct", "b"), ("tn", "a", "ct")), "nt": (("nn", "ct", "b"), ("tn", "ct", "a"))}
@@ -97,7 +97,7 @@ def step(state: Array, chunk: Chunk, starts: Array, dtype: Any) -> tuple[Array, 
     return keeps * state + write(values), out
 
 
-@jax.custom_vjp
+@partial(custom_vjp, in_kernels=True)
 def between(log_decay: Array, sees: Array) -> Array:
     """Sum `log_decay` of the tokens after j up to i, (C, C); where not `sees[i, j]`, it is any number.
 
@@ -149,7 +149,7 @@ def _dot(a: Array, b: Array, form: str, dtype: Any) -> Array:
     )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@partial(custom_vjp, nondiff_argnums=(2, 3), in_kernels=True)
 def product(a: Array, b: Array, form: str, dtype: Any) -> Array:
     """Return a product in float32.
 
@@ -197,7 +197,7 @@ def inverse(lower: Array) -> Array:
     return inverted
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
+@partial(custom_vjp, nondiff_argnums=(2,), in_kernels=True)
 def solve(lower: Array, right: Array, dtype: Any) -> Array:
     """Solve `(I + lower) x = right`; the inverse is computed in float32.
 
@@ -224,7 +224,7 @@ def _solve_backward(dtype: Any, saved: Any, ct: Array) -> tuple[Array, Array]:
 solve.defvjp(_solve_forward, _solve_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@partial(custom_vjp, nondiff_argnums=(4, 5), in_kernels=True)
 def channel_scores(
     q: Array, k: Array, total: Array, sees: Array, delta: bool, dtype: Any
 ) -> tuple[Array, Array | None]:

@@ -4,8 +4,8 @@
     loss = linear_cross_entropy(x, w, targets)                    # float32, one per token
     loss, lse = linear_cross_entropy(x, w, targets, return_lse=True)
 
-First-order differentiable in reverse mode in x, w and weights. Under `jax.checkpoint`, a policy that saves the name
-"cut_lse" keeps the backward pass from running the forward pass again.
+Differentiable in x, w and weights in any mode (the gradient is XLA's). Under `jax.checkpoint`, a policy that saves the
+name "cut_lse" keeps the backward pass from running the forward pass again.
 
 For a vocabulary in shards, for example on several devices: call `parts` on each shard, merge them (`merge`), apply
 `Terms.losses`, and call `gradients` on each shard with the merged log-sum-exp.
@@ -25,6 +25,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels.cut_cross_entropy import gpu, reference, tpu, xla
 from pallas_kernels.cut_cross_entropy.inputs import Arguments, Inputs, Logits, Merged, Parts, Terms, checked
+from pallas_kernels.derivatives import custom_vjp
 from pallas_kernels.dispatch import Implementation, Target, dispatch
 from pallas_kernels.softmax.pairs import combine_all
 
@@ -278,7 +279,7 @@ class _Settings:
     implementation: str | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(custom_vjp, nondiff_argnums=(3,))
 def _reduce(x: jax.Array, w: jax.Array, rows: jax.Array, settings: _Settings) -> Merged:
     return parts(x, w, rows, settings.logits, settings.implementation).merged()
 

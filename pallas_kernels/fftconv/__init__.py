@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.derivatives import custom_vjp
 from pallas_kernels.dispatch import Implementation, Target, dispatch
 from pallas_kernels.errors import KernelError
 from pallas_kernels.fftconv import tpu
@@ -34,7 +35,7 @@ def fftconv(
 ) -> jax.Array:
     """Return the causal convolution of each channel with its kernel, in float32, cast to `x`'s dtype.
 
-    It has reverse-mode gradients, once: that of `x` is the same convolution with the kernel's conjugate transform.
+    Differentiable in any mode and as often as wanted: the derivatives are convolutions and spectra of products, too.
 
     Args:
       x: activations (B, S, C), floats.
@@ -138,22 +139,45 @@ def _all(facts: Facts, implementation: str | None, x: jax.Array, kernel: Pair, i
     return result
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(custom_vjp, nondiff_argnums=(0, 1))
 def _convolve(facts: Facts, implementation: str | None, x: jax.Array, kernel: Pair, ids: jax.Array | None) -> jax.Array:
     return _all(facts, implementation, x, kernel, ids)
 
 
 def _convolve_forward(facts: Facts, implementation: str | None, x: jax.Array, kernel: Pair, ids: Any) -> Any:
-    return _all(facts, implementation, x, kernel, ids), (x, kernel, ids)
+    return _convolve(facts, implementation, x, kernel, ids), (x, kernel, ids)
 
 
 def _convolve_backward(facts: Facts, implementation: str | None, saved: Any, dy: jax.Array) -> Any:
     x, (re, im), ids = saved
-    dx = _all(facts, implementation, dy, (re, -im), ids)
-    case = {"facts": facts, "direction": "spectrum"}
-    run = partial(dispatch, "fftconv", IMPLEMENTATIONS, case=case, implementation=implementation)
-    dkernel = _by_documents(ids, x, lambda mask: run((mask(x), mask(dy))))
-    return dx, dkernel, None if ids is None else np.zeros(ids.shape, jax.dtypes.float0)
+    dx = _convolve(facts, implementation, dy, (re, -im), ids)
+    return dx, _spectrum(facts, implementation, x, dy, ids), _none(ids)
 
 
 _convolve.defvjp(_convolve_forward, _convolve_backward)
+
+
+@partial(custom_vjp, nondiff_argnums=(0, 1))
+def _spectrum(facts: Facts, implementation: str | None, x: jax.Array, dy: jax.Array, ids: jax.Array | None) -> Pair:
+    """Return the cotangent of the kernel's transform."""
+    case = {"facts": facts, "direction": "spectrum"}
+    run = partial(dispatch, "fftconv", IMPLEMENTATIONS, case=case, implementation=implementation)
+    result: Pair = _by_documents(ids, x, lambda mask: run((mask(x), mask(dy))))
+    return result
+
+
+def _spectrum_forward(facts: Facts, implementation: str | None, x: jax.Array, dy: jax.Array, ids: Any) -> Any:
+    return _spectrum(facts, implementation, x, dy, ids), (x, dy, ids)
+
+
+def _spectrum_backward(facts: Facts, implementation: str | None, saved: Any, ct: Pair) -> Any:
+    x, dy, ids = saved
+    dx = _convolve(facts, implementation, dy, (ct[0], -ct[1]), ids)
+    return dx, _convolve(facts, implementation, x, ct, ids), _none(ids)
+
+
+_spectrum.defvjp(_spectrum_forward, _spectrum_backward)
+
+
+def _none(ids: jax.Array | None) -> Any:
+    return None if ids is None else np.zeros(ids.shape, jax.dtypes.float0)

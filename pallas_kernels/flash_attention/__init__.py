@@ -5,8 +5,8 @@
     out, lse = flash_attention(q, k, v, causal=True, return_lse=True)     # to merge with the outputs of other keys
     dq, dk, dv = gradients(q, k, v, out, lse, dout, causal=True)          # of these keys, after such a merge
 
-First-order differentiable in reverse mode in q, k, v and bias. Under `jax.checkpoint`, a policy that saves the names
-"flash_out" and "flash_lse" keeps the backward pass from running the forward pass again.
+Differentiable in q, k, v and bias, by a kernel once and in reverse mode, by XLA in any mode. Under `jax.checkpoint`, a
+policy that saves the names "flash_out" and "flash_lse" keeps the backward pass from running the forward pass again.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
+from pallas_kernels.derivatives import custom_vjp
 from pallas_kernels.dispatch import Implementation, Target, dispatch
 from pallas_kernels.errors import KernelError
 from pallas_kernels.flash_attention import cudnn, gpu, reference, tpu, xla
@@ -244,7 +245,7 @@ def _run(direction: str, settings: Settings, inputs: Inputs, *others: Any) -> An
 # ---- gradients, with the same tree of residuals for every implementation
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+@functools.partial(custom_vjp, nondiff_argnums=(1,))
 def _attend(inputs: Inputs, settings: Settings) -> tuple[jax.Array, jax.Array | None]:
     return _run("forward", settings, inputs)
 

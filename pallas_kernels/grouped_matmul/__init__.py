@@ -18,6 +18,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from pallas_kernels.derivatives import custom_vjp
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.grouped_matmul import gpu, tiled, tpu, xla
 from pallas_kernels.grouped_matmul.inputs import Facts, checked_matmul, checked_outer
@@ -41,7 +42,7 @@ def grouped_matmul(
 ) -> jax.Array:
     """Return each row times the matrix of its group, summed in float32 (in int32 for int8), plus the group's bias.
 
-    First-order differentiable in reverse mode in rows, matrices and bias. Products of float32 are exact to float32. The
+    Differentiable in rows, matrices and bias, by grouped products. Products of float32 are exact to float32. The
     kernels add the bias before they round and store a tile. Gathering rows and summing outputs by token are not part of
     the kernels: they are XLA's, before and after. `grouped_experts` has gated activations between products.
 
@@ -75,7 +76,7 @@ def grouped_outer(
 ) -> jax.Array:
     """Return for each group the sum of the outer products of its rows, as the matrices' gradient is.
 
-    First-order differentiable in reverse mode in left and right.
+    Differentiable in left and right, by grouped products.
 
     Args:
       left: (m, k), sorted by group, of a dtype of `inputs.DTYPES`.
@@ -103,7 +104,7 @@ IMPLEMENTATIONS = (
 """Best first."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(custom_vjp, nondiff_argnums=(0, 1))
 def _product(
     facts: Facts,
     implementation: str | None,

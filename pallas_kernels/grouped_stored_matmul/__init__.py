@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_kernels.derivatives import custom_vjp
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.grouped_stored_matmul import tpu, xla
 from pallas_kernels.grouped_stored_matmul.inputs import Facts, checked
@@ -62,7 +63,7 @@ IMPLEMENTATIONS = (
 """Best first."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(custom_vjp, nondiff_argnums=(0, 1))
 def _product(facts: Facts, implementation: str | None, rows: jax.Array, weight: Packed, sizes: jax.Array) -> jax.Array:
     return dispatch("grouped_stored_matmul", IMPLEMENTATIONS, (rows, weight, sizes), {"facts": facts}, implementation)
 

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_kernels.derivatives import custom_vjp
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.routed_experts import tpu, xla
 from pallas_kernels.routed_experts.inputs import Facts, checked, swiglu
@@ -38,7 +39,7 @@ def routed_experts(
 ) -> jax.Array:
     """Return for each token the weighted sum of `activation(x gate, x up) down` over its experts, summed in float32.
 
-    First-order differentiable in reverse mode in all floats; gradients are those of grouped products.
+    Differentiable in all floats; gradients are those of grouped products.
 
     Args:
       x: (tokens, e), float32 or bfloat16 on a TPU; with XLA any float. An infinite or undefined number in it may
@@ -103,7 +104,7 @@ IMPLEMENTATIONS = (
 """Best first; the last multiplies by `grouped_matmul`, which has kernels of its own."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(custom_vjp, nondiff_argnums=(0, 1))
 def _experts(facts: Facts, implementation: str | None, *arrays: Any) -> jax.Array:
     return dispatch("routed_experts", IMPLEMENTATIONS, arrays, {"facts": facts}, implementation)
 

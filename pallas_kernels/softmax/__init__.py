@@ -5,7 +5,8 @@
     total = combine(partial(x[:, :n]), partial(x[:, n:]))     # a row in two parts
     total.logsumexp()                                         # logsumexp(x)
 
-All ops reduce over the last axis and take any leading shape. They are first-order differentiable in reverse mode.
+All ops reduce over the last axis and take any leading shape. Kernels are differentiable once and in reverse mode, XLA's
+implementations in any mode.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.derivatives import custom_vjp
 from pallas_kernels.dispatch import Implementation, KernelError, Target, dispatch
 from pallas_kernels.softmax import gpu, reference, tpu
 from pallas_kernels.softmax.pairs import Partial, combine, combine_all, empty, partial
@@ -143,7 +145,7 @@ def _run(op: str, implementation: str | None, x: jax.Array, *others: jax.Array, 
 # ---- gradients
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@functools.partial(custom_vjp, nondiff_argnums=(2, 3))
 def _normalise(x: jax.Array, where: jax.Array | None, op: str, implementation: str | None) -> jax.Array:
     return _run(op, implementation, x, *(() if where is None else (where,)), masked=where is not None)
 
@@ -170,7 +172,7 @@ def _normalise_backward(
 _normalise.defvjp(_normalise_forward, _normalise_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@functools.partial(custom_vjp, nondiff_argnums=(2,))
 def _sum(x: jax.Array, where: jax.Array | None, implementation: str | None) -> jax.Array:
     return _sum_forward(x, where, implementation)[0]
 

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_kernels.derivatives import custom_vjp
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.stored_matmul import gpu, reference, tpu
 from pallas_kernels.stored_matmul.inputs import Facts, Packed, checked
@@ -75,7 +76,7 @@ IMPLEMENTATIONS = (
 """Best first."""
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(custom_vjp, nondiff_argnums=(0, 1))
 def _multiply(facts: Facts, implementation: str | None, x: jax.Array, weight: Packed) -> jax.Array:
     return dispatch("stored_matmul", IMPLEMENTATIONS, (x, weight), {"facts": facts}, implementation)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_kernels.errors import KernelError
 
@@ -164,8 +165,9 @@ def first_seen(position: Any, window: int) -> Any:
 def tile_table(mask: Mask, tokens: Tokens, *, s: int, t: int, q_tile: int, k_tile: int, each: bool = False) -> Any:
     """Return `SKIP`, `PARTIAL` or `FULL` for every pair of a tile of queries and a tile of keys.
 
-    A tile is skipped only if nothing in it is visible: the ranges of its positions or ids do not meet. A `PARTIAL` tile
-    may turn out to be empty.
+    A tile is skipped only if nothing in it is visible: the ranges of its positions or ids do not meet, or it has no id
+    in common modulo 128. A `PARTIAL` tile may turn out to be empty; without positions, none does where documents are in
+    order of their ids, whatever follows them as padding, and a tile has fewer than 128 of them.
 
     Args:
       mask: the part known before tracing.
@@ -201,6 +203,8 @@ def tile_table(mask: Mask, tokens: Tokens, *, s: int, t: int, q_tile: int, k_til
         low, high = (a[:, :, None] for a in _range(tokens.q_segments, q_tile))
         k_low, k_high = (a[:, None, :] for a in _range(tokens.k_segments, k_tile))
         some = some & (low <= k_high) & (k_low <= high)
+        of_q, of_k = _ids(tokens.q_segments, q_tile), _ids(tokens.k_segments, k_tile)
+        some = some & ((of_q[:, :, None] & of_k[:, None]) != 0).any(-1)
         every = every & (low == high) & (k_low == k_high) & (low == k_low)
     if mask.blocks is not None:
         share = _share(mask.blocks, s, t, q_tile, k_tile)
@@ -237,7 +241,8 @@ def visits(table: Any, *, masked_last: bool = False) -> Visits:
     table = xp.asarray(table, np.int32)
     if masked_last:
         table = masked(table)
-    order = xp.argsort(-table, axis=-1, stable=True)
+    width = table.shape[-1]
+    order = xp.sort((FULL - table) * width + np.arange(width, dtype=np.int32), axis=-1) % width
     full, count = (table == FULL).sum(-1), (table != SKIP).sum(-1)
     last = xp.take_along_axis(order, xp.maximum(count - 1, 0)[..., None], -1)
     tiles = xp.where(np.arange(table.shape[-1]) < count[..., None], order, xp.where(count[..., None] > 0, last, 0))
@@ -253,10 +258,23 @@ def masked(table: Any) -> Any:
 
 def _range(x: Any, tile: int) -> tuple[Any, Any]:
     """Return the smallest and the largest number of every tile along the last axis, each (B, tiles)."""
+    x = _tiled(x, tile)
+    return x.min(-1), x.max(-1)
+
+
+def _ids(x: Any, tile: int) -> Any:
+    """Return which numbers modulo 128 every tile along the last axis has, as bits of 4 words: uint32 (B, tiles, 4)."""
+    xp: Any = np if isinstance(x, np.ndarray) else jnp
+    x = _tiled(x, tile)[..., None] & 127
+    bits = xp.where(x // 32 == np.arange(4), xp.left_shift(np.uint32(1), (x % 32).astype(np.uint32)), np.uint32(0))
+    return np.bitwise_or.reduce(bits, 2) if xp is np else lax.reduce(bits, np.uint32(0), lax.bitwise_or, (2,))
+
+
+def _tiled(x: Any, tile: int) -> Any:
+    """Return (B, length) as (B, tiles, tile), padded with the last number."""
     count = -(-x.shape[1] // tile)
     xp: Any = np if isinstance(x, np.ndarray) else jnp
-    x = xp.pad(x, ((0, 0), (0, count * tile - x.shape[1])), mode="edge").reshape(x.shape[0], count, tile)
-    return x.min(-1), x.max(-1)
+    return xp.pad(x, ((0, 0), (0, count * tile - x.shape[1])), mode="edge").reshape(x.shape[0], count, tile)
 
 
 def _share(blocks: Blocks, s: int, t: int, q_tile: int, k_tile: int) -> np.ndarray:

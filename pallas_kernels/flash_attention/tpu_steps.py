@@ -225,8 +225,8 @@ def steps(cut: Cut, tokens: Tokens, own: Side) -> Steps:
     ends = xp.cumsum(length, -1)
     starts = ends - length
     n = (starts[:, first, None] + np.arange(longest)).reshape(examples, -1)
-    mine = np.searchsorted(ends[0], n, "right") if xp is np else (ends[:, None] <= n[..., None]).sum(-1)
-    mine = xp.minimum(mine, np.repeat(last, longest))
+    piece = np.repeat(np.arange(len(ranges)), last - first + 1)
+    mine = (_begun(piece, starts - starts[:, first[piece]], (len(ranges), longest)) + first[:, None]).reshape(n.shape)
     at = lambda x: xp.take_along_axis(x, mine, -1)  # noqa: E731
     visit = n - at(starts)
     other = xp.take_along_axis(
@@ -245,3 +245,21 @@ def steps(cut: Cut, tokens: Tokens, own: Side) -> Steps:
 
     used = (ends[:, last] - starts[:, first]).max(0).astype(np.int32)
     return Steps(by_piece(mine), by_piece(other), by_piece(todo), used, longest, examples > 1)
+
+
+def _begun(piece: np.ndarray, starts: Any, shape: tuple[int, int]) -> Any:
+    """Return for each step which of its piece's tiles has begun last, (B, pieces, steps).
+
+    A running count of beginnings; by pieces, since XLA takes long to compile it along one axis of half a million steps.
+
+    Args:
+      piece: (tiles,), the piece of each tile.
+      starts: (B, tiles), the step of the piece at which each tile begins, increasing from 0.
+      shape: pieces, and steps of a piece.
+    """
+    at = (np.arange(len(starts))[:, None], piece[None], starts)
+    if isinstance(starts, np.ndarray):
+        marks = np.zeros((len(starts), *shape), np.int32)
+        marks[at] = 1
+        return marks.cumsum(-1) - 1
+    return jnp.cumsum(jnp.zeros((len(starts), *shape), jnp.int32).at[at].set(1, unique_indices=True), -1) - 1

@@ -167,6 +167,20 @@ def test_a_tile_is_skipped_or_full_only_where_every_element_is(name, q_tile, k_t
     np.testing.assert_array_equal(jitted, table)
 
 
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=True), Mask(causal=True, window=20)], ids=str)
+@pytest.mark.parametrize("padding", [0, 7, 40])
+def test_of_documents_in_order_and_padding_a_tile_is_visited_only_if_something_in_it_is_visible(mask, padding):
+    random = np.random.default_rng(padding)
+    ids = np.sort(random.integers(1, 9, (4, 128)), 1).astype(np.int32)
+    ids[:, 128 - padding :] = 0
+    tokens, tile = Tokens(ids, ids), 16
+    seen = np.asarray(visible(mask, tokens, np.arange(128), np.arange(128), s=128, t=128))
+    want = seen.reshape(4, 8, tile, 8, tile).any((2, 4))
+    for on_host_or_device in (tokens, jax.tree.map(jnp.asarray, tokens)):
+        table = tile_table(mask, on_host_or_device, s=128, t=128, q_tile=tile, k_tile=tile, each=True)
+        np.testing.assert_array_equal(np.asarray(table) != SKIP, want)
+
+
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window": 16}, {"segments": True}], ids=str)
 def test_an_invisible_tile_is_not_read(options):
     q, k, v = arrays()

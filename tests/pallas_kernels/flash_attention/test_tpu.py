@@ -182,6 +182,15 @@ def test_every_tile_that_is_seen_is_met_once_and_no_other(name, own, most, monke
         assert (np.diff(mine) >= 0).all(), "a tile is not left and taken up again"
 
 
+def test_the_list_of_documents_is_made_in_one_pass_in_memory_of_the_list():
+    tiles, tile = 128, 16
+    tiling = Cut(Mask(causal=True), 1, tiles * tile, tiles * tile, 1, 1, tile, tile, True, False)
+    ids = jax.ShapeDtypeStruct((1, tiles * tile), jnp.int32)
+    made = jax.jit(lambda ids: steps(tiling, Tokens(ids, ids), "queries")[:4]).lower(ids).compile().memory_analysis()
+    table = 4 * tiles**2
+    assert made.temp_size_in_bytes < 4 * table + 2 * made.output_size_in_bytes  # each step with each tile: 33 MB
+
+
 def test_causal_costs_half_the_steps_with_segments_too_and_a_window_a_constant_number():
     tile = 32  # twice the queries of a tile make tiles square
 

@@ -20,8 +20,11 @@ COLLECTIVE = re.compile(
     r"\b(all-gather|all-reduce|reduce-scatter|(?:ragged-)?all-to-all|collective-permute)(-start)?\("
 )
 _BETWEEN_SLICES = re.compile(
-    r" send\(%?([\w.-]+).*_xla_megascale_target=\"\{([^}]*)\}.*_xla_megascale_transfer_type=\"(\w+)\""
+    r" send\(%?([\w.-]+).*_xla_megascale_target=\"?\{+([^}]*)\}.*_xla_megascale_transfer_type=\"(\w+)\""
 )
+_SLICE = 100_000
+"""A device's number in an all-to-all between slices is its slice times this, and its number in the slice; in other
+transfers the slices themselves are listed."""
 _MOVES = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "transpose", "convert", "get-tuple-element")
 _BITS = {"pred": 8, "f8": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128}
 # Bits of an element by the beginning of its type's name; for other types, the number at the end of the name.
@@ -223,7 +226,8 @@ class Program:
             raise LayoutError(
                 "the program goes over several slices; name the mesh axis that does with across=layout.across"
             )
-        kind, slices = transfer[3].lower().replace("_", "-"), len(transfer[2].split(","))
+        kind, listed = transfer[3].lower().replace("_", "-"), map(int, transfer[2].split(","))
+        slices = len({i // _SLICE if i >= _SLICE else i for i in listed})
         kind = "collective-permute" if kind == "one-to-one" else kind
         size = array_bytes(type_of(self.made[transfer[1]]))
         name = re.search(r'op_name="([^"]*)"', line) or re.search(r'op_name="([^"]*)"', caller)

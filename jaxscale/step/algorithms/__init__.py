@@ -2,6 +2,7 @@
 
 from jaxscale.step.algorithms.aggregates import Aggregate, Flag, Mean, Median
 from jaxscale.step.algorithms.co2 import CO2
+from jaxscale.step.algorithms.compressed import CompressedGradients
 from jaxscale.step.algorithms.diloco import DiLoCo
 from jaxscale.step.algorithms.local_steps import LocalSteps
 from jaxscale.step.algorithms.mezo import MeZO
@@ -19,6 +20,7 @@ __all__ = [
     "QZO",
     "ZO2",
     "Aggregate",
+    "CompressedGradients",
     "DiLoCo",
     "Flag",
     "LocalReplicas",

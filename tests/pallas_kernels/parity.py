@@ -32,6 +32,8 @@ from tests.pallas_kernels.works import works
 
 TABLE = Path(dispatch.__file__).parent / "PARITY.md"
 BACKENDS = ("xla", "mosaic_tpu", "mosaic_gpu")
+MORE = {"grouped_matmul": ("xla_tiles",)}
+"""Further implementations of an op."""
 THREADS = 8
 """Devices to simulate: the CPU client has this many threads, or one per core. Each warpgroup of an interpreted GPU
 kernel takes one of them and waits for the others; with too few they deadlock.
@@ -58,7 +60,7 @@ class Row:
 
 
 def measure(case: Case, backend: str) -> Row:
-    """Run a case on a backend: compiled for "xla", else in the interpreter with race detection."""
+    """Run a case on a backend: compiled for "xla", else as for its device, kernels interpreted with race detection."""
     truth = case.truth()
     error = functools.partial(error_of, truth=truth)
     try:
@@ -77,6 +79,11 @@ def cases() -> Iterator[Case]:
     """Yield every line, in the order of the table."""
     for work in works():
         yield from lines(work)
+
+
+def backends(op: str) -> tuple[str, ...]:
+    """Return the implementations of an op that have rows, in the order of the table."""
+    return (*BACKENDS, *MORE.get(op, ()))
 
 
 def committed() -> dict[tuple[str, ...], tuple[str, ...]]:
@@ -99,7 +106,7 @@ def main() -> int:
     measured = committed() if args.op else {}
     rows: list[tuple[str, ...]] = []
     for case in cases():
-        for backend in BACKENDS:
+        for backend in backends(case.op):
             name = (case.op, case.feature, case.dtype, case.direction, backend)
             if case.op == args.op or name not in measured:
                 measured[name] = measure(case, backend).cells
@@ -110,8 +117,9 @@ def main() -> int:
     text = (__doc__ or "").split("\n\n", 2)[2]
     TABLE.write_text(
         "# Parity\n\n"
-        "Made by `python -m tests.pallas_kernels.parity`; do not edit. `xla` ran compiled on a CPU, the kernels in\n"
-        f"their interpreters with race detection, jax {jax.__version__}: numbers, no speed, no hardware.\n\n{text}\n"
+        "Made by `python -m tests.pallas_kernels.parity`; do not edit. `xla` and `xla_tiles` ran compiled on a\n"
+        f"CPU, the kernels in their interpreters with race detection, jax {jax.__version__}: numbers, no speed, no "
+        f"hardware.\n\n{text}\n"
         + "\n".join([line(HEAD), line(["-" * max(3, w) for w in [*width, 3]]), *map(line, rows)])
         + "\n"
     )

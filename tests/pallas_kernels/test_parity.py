@@ -6,7 +6,7 @@ import pytest
 
 from pallas_kernels import dispatch, parity
 from tests.pallas_kernels.comparison import Case
-from tests.pallas_kernels.parity import BACKENDS, cases, committed, measure
+from tests.pallas_kernels.parity import BACKENDS, backends, cases, committed, measure
 from tests.truth.long import short
 
 CASES = {c.name: c for c in cases()}
@@ -40,7 +40,7 @@ def test_no_error_is_more_than_twice_a_plain_implementations(backend, dtype):
 
 def test_the_committed_table_has_every_row():
     have = committed()
-    want = {(c.op, c.feature, c.dtype, c.direction, b) for c in CASES.values() for b in BACKENDS}
+    want = {(c.op, c.feature, c.dtype, c.direction, b) for c in CASES.values() for b in backends(c.op)}
     assert set(have) == want, "run python -m tests.pallas_kernels.parity on jax 0.11 or newer"
 
 

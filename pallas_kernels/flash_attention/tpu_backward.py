@@ -17,7 +17,7 @@ from pallas_kernels.flash_attention import xla
 from pallas_kernels.flash_attention.inputs import Inputs, Score
 from pallas_kernels.flash_attention.masks import Mask
 from pallas_kernels.flash_attention.tpu_steps import LANES, Cut, Side
-from pallas_kernels.flash_attention.tpu_walk import Refs, column, lanes, product, scores, units, walk
+from pallas_kernels.flash_attention.tpu_walk import ALL, Refs, Seen, column, lanes, product, scores, units, walk
 
 
 def backward(
@@ -61,9 +61,9 @@ def _of_queries(target: Target, cut: Cut, inputs: Inputs, score: Score, arrays: 
         for name in stats:
             refs[f"{name}_column"][...] = column(refs[name][...])
 
-    def add(refs: Refs, seen: jax.Array | None) -> None:
+    def add(refs: Refs, seen: Seen | None) -> None:
         key = refs["k"][...]
-        tile_scores, slope = scores(refs["q"][...], key, score, seen)
+        tile_scores, slope = scores(refs["q"][...], key, score, seen and seen(ALL, ALL))
         dweights = product(refs["dout"][...], refs["v"][...], (1, 1))
         lse, delta = (lanes(refs[f"{n}_column"][...], cut.k_tile) for n in stats) if stats else (None, None)
         dscores = _gradient(key.dtype, tile_scores, slope, dweights, lse, delta)[1]
@@ -76,7 +76,7 @@ def _of_queries(target: Target, cut: Cut, inputs: Inputs, score: Score, arrays: 
     scratch = {"acc": (cut.q_tile, width)} | {f"{n}_column": (cut.q_tile, LANES) for n in stats}
     own: Side = "queries"
     return walk(
-        target, cut, inputs.tokens, own, arrays, outs, scratch, begin=begin, add=add, end=end, products=3
+        target, cut, inputs.tokens, own, arrays, outs, scratch, begin=begin, add=add, end=end, products=3, rows=own
     )["dq"]  # fmt: skip
 
 
@@ -90,9 +90,9 @@ def _of_keys(
         for name in ("dk", "dv"):
             refs[f"{name}_acc"][...] = jnp.zeros(refs[f"{name}_acc"].shape, jnp.float32)
 
-    def add(refs: Refs, seen: jax.Array | None) -> None:
+    def add(refs: Refs, seen: Seen | None) -> None:
         query, dout = refs["q"][...], refs["dout"][...]
-        tile_scores, slope = scores(refs["k"][...], query, score, seen)
+        tile_scores, slope = scores(refs["k"][...], query, score, seen and seen(ALL, ALL))
         dweights = product(refs["v"][...], dout, (1, 1))
         lse, delta = (refs["lse"][...], refs["delta"][...]) if "lse" in refs else (None, None)
         weights, dscores = _gradient(query.dtype, tile_scores, slope, dweights, lse, delta)
@@ -106,7 +106,9 @@ def _of_keys(
     outs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in (("dk", k), ("dv", v))}
     scratch = {f"{name}_acc": (cut.k_tile, x.shape[3]) for name, x in outs.items()}
     own: Side = "keys"
-    grads = walk(target, cut, inputs.tokens, own, arrays, outs, scratch, begin=begin, add=add, end=end, products=4)
+    grads = walk(
+        target, cut, inputs.tokens, own, arrays, outs, scratch, begin=begin, add=add, end=end, products=4, rows=own
+    )
     return grads["dk"], grads["dv"]
 
 

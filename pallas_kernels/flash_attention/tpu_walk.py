@@ -7,12 +7,13 @@ has no step. Where the list depends on data, the number of steps is that of the 
 at the end do nothing and copy nothing. A list too long for SMEM is walked in pieces of whole tiles: a scan calls the
 kernel once for each, and every call writes its tiles into the same outputs.
 
-Scores are (own, other). Numbers of a row of scores, one for every token of the own side, are a column with 128 equal
-lanes, made once for each tile; those of a column are along the lanes of a row, as in memory.
+A kernel says which side of its scores lies along rows. Numbers of a row of scores, one for every token of that side,
+are a column with 128 equal lanes; those of a column are along the lanes of a row, as in memory.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,6 +34,10 @@ VMEM_LIMIT = 48 * 2**20
 
 Refs = Mapping[str, Any]
 """A kernel's references by name."""
+
+Seen = Callable[[slice, slice], jax.Array]
+"""Returns the boolean mask of some rows and columns of a tile's scores."""
+ALL = slice(None)
 
 _ROWS = ("lse", "delta")
 
@@ -81,36 +86,41 @@ def scores(x: jax.Array, y: jax.Array, score: Score, seen: jax.Array | None) -> 
     return (result if seen is None else jnp.where(seen, result, -jnp.inf)), slope
 
 
-def _seen(cut: Cut, own: Side, refs: Refs, i: Any, j: Any) -> jax.Array | None:
+def _seen(cut: Cut, own: Side, rows: Side, refs: Refs, i: Any, j: Any) -> Seen:
     """Apply `masks.visible`'s rule to tile `i` of the own side and tile `j` of the other; a tile never cuts blocks."""
-    shape = (cut.q_tile, cut.k_tile) if own == "queries" else (cut.k_tile, cut.q_tile)
-    mine, other = ("q", "k") if own == "queries" else ("k", "q")
-    index = [
-        at * size + lax.broadcasted_iota(jnp.int32, shape, axis)
-        for axis, (at, size) in enumerate(zip((i, j), shape, strict=True))
-    ]
-    rules = []
-    if cut.mask.causal or cut.mask.window is not None:
-        if cut.positions:
-            first, second = lanes(refs["own_positions"][...], shape[1]), refs[f"{other}_positions"][...]
-        else:
-            first, second = index
-        q, k = (first, second) if own == "queries" else (second, first)
-        if not cut.positions:
-            q = q + (cut.t - cut.s)
-        if cut.mask.causal:
-            rules.append(q >= k)
-        if cut.mask.window is not None:
-            rules.append(first_seen(q, cut.mask.window) <= k)
-            if not cut.mask.causal:
-                rules.append(first_seen(k, cut.mask.window) <= q)
-    if cut.segments:
-        rules.append(lanes(refs["own_segments"][...], shape[1]) == refs[f"{other}_segments"][...])
-    if own == "queries" and cut.t % cut.k_tile:
-        rules.append(index[1] < cut.t)
-    seen = None
-    for rule in rules:
-        seen = rule if seen is None else seen & rule
+    first, second = (i, j) if rows == own else (j, i)
+    tiles = (cut.q_tile, cut.k_tile) if rows == "queries" else (cut.k_tile, cut.q_tile)
+    along = "k" if rows == "queries" else "q"
+
+    def seen(*part: slice) -> jax.Array:
+        ranges = [range(size)[of] for size, of in zip(tiles, part, strict=True)]
+        shape = tuple(len(x) for x in ranges)
+
+        def pair(name: str) -> tuple[jax.Array, jax.Array]:
+            """Return numbers of the queries and of the keys."""
+            x, y = lanes(refs[f"{name}_column"][part[0]], shape[1]), refs[f"{along}_{name}"][:, part[1]]
+            return (x, y) if rows == "queries" else (y, x)
+
+        index = [
+            at * size + x.start + lax.broadcasted_iota(jnp.int32, shape, axis)
+            for axis, (at, size, x) in enumerate(zip((first, second), tiles, ranges, strict=True))
+        ]
+        of_q, of_k = index if rows == "queries" else index[::-1]
+        rules = []
+        if cut.mask.causal or cut.mask.window is not None:
+            q, k = pair("positions") if cut.positions else (of_q + (cut.t - cut.s), of_k)
+            if cut.mask.causal:
+                rules.append(q >= k)
+            if cut.mask.window is not None:
+                rules.append(first_seen(q, cut.mask.window) <= k)
+                if not cut.mask.causal:
+                    rules.append(first_seen(k, cut.mask.window) <= q)
+        if cut.segments:
+            rules.append(jnp.equal(*pair("segments")))
+        if own == "queries" and cut.t % cut.k_tile:
+            rules.append(of_k < cut.t)
+        return functools.reduce(jnp.logical_and, rules)
+
     return seen
 
 
@@ -124,9 +134,10 @@ def walk(
     scratch: Mapping[str, tuple[int, int]],
     *,
     begin: Callable[[Refs], None],
-    add: Callable[[Refs, jax.Array | None], None],
+    add: Callable[[Refs, Seen | None], None],
     end: Callable[[Refs], None],
     products: int,
+    rows: Side,
 ) -> dict[str, jax.Array]:
     """Run a kernel along its list of steps.
 
@@ -142,16 +153,17 @@ def walk(
       outs: outputs, by their names in `Refs`.
       scratch: a name -> a float32 shape.
       begin: runs at a tile's first step.
-      add: runs for every visit, with the boolean mask (own, other), or `None` for a fully visible tile.
+      add: runs for every visit, with the mask (rows, columns), or `None` for a fully visible tile.
       end: runs at a tile's last step: writes the outputs.
       products: matrix products of a step, for the estimate of its cost.
+      rows: the side whose tokens are the rows of scores.
     """
     plan = steps(cut, tokens, own)
     groups = cut.h // cut.kv
     heads, inner = (cut.h, 1) if own == "queries" else (cut.kv, groups)
     of_tokens = cut.tokens(tokens)
     token_kinds = [n for n in ("segments", "positions") if f"q_{n}" in of_tokens]
-    own_tile = cut.q_tile if own == "queries" else cut.k_tile
+    row_tile = cut.q_tile if rows == "queries" else cut.k_tile
 
     def spec(name: str, x: Any) -> pl.BlockSpec:
         of_keys = name in OF_KEYS
@@ -175,7 +187,7 @@ def walk(
         return pl.BlockSpec((None, None, 1, tile) if name in _ROWS else (None, None, tile, x.shape[3]), place)
 
     operands = {**arrays, **of_tokens}
-    shapes = {**scratch, **{f"own_{n}": (own_tile, LANES) for n in token_kinds}}
+    shapes = {**scratch, **{f"{n}_column": (row_tile, LANES) for n in token_kinds}}
     # outputs of the pieces before, which this piece's outputs share their memory with; never read
     before = {f"before_{n}": x for n, x in outs.items()} if len(plan.own) > 1 else {}
     names = (*operands, *before, *outs, *shapes)
@@ -186,11 +198,14 @@ def walk(
         n = b * plan.length + n if plan.each else n
         i, j, todo = own_ref[n], other_ref[n], todo_ref[n]
 
+        def columns() -> None:
+            for name in token_kinds:
+                refs[f"{name}_column"][...] = column(refs[f"{rows[0]}_{name}"][...])
+
         @pl.when((todo & BEGIN != 0) & (g == 0))
         def _() -> None:
-            for name in token_kinds:
-                mine = "q" if own == "queries" else "k"
-                refs[f"own_{name}"][...] = column(refs[f"{mine}_{name}"][...])
+            if rows == own:
+                columns()
             begin(refs)
 
         if plan.may(ADD_ALL):
@@ -203,7 +218,9 @@ def walk(
 
             @pl.when(todo & ADD_SEEN != 0)
             def _partial() -> None:
-                add(refs, _seen(cut, own, refs, i, j))
+                if rows != own:
+                    columns()
+                add(refs, _seen(cut, own, rows, refs, i, j))
 
         @pl.when((todo & END != 0) & (g == inner - 1))
         def _() -> None:
@@ -225,8 +242,7 @@ def walk(
                 ],
                 out_specs=tuple(spec(n, x) for n, x in outs.items()),
                 scratch_shapes=[
-                    pltpu.VMEM(shape, jnp.int32 if name.startswith("own_") else jnp.float32)
-                    for name, shape in shapes.items()
+                    pltpu.VMEM(shape, jnp.float32 if name in scratch else jnp.int32) for name, shape in shapes.items()
                 ],
             ),
             compiler_params=pltpu.CompilerParams(

@@ -19,6 +19,7 @@ from pallas_kernels.flash_attention import (
     Tokens,
     flash_attention,
     tile_table,
+    tpu_forward,
     tpu_steps,
     tpu_walk,
 )
@@ -44,7 +45,8 @@ B, S, H, K, D = 2, 48, 2, 1, 16
 
 
 @pytest.fixture
-def small_tiles():
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(tpu_forward, "PART", 8)  # of eight parts in a tile
     with tiles.trying("flash_attention", {"q": 16, "k": 32}):
         yield
 

@@ -40,6 +40,7 @@ def write_pages(docs: Path) -> dict[Path, Path]:
         root / "CHANGELOG.md": "changelog.md",
         root / "pallas_kernels" / "README.md": "internals/pallas_kernels.md",
         root / "pallas_kernels" / "CHOICES.md": "reference/choices.md",
+        root / "pallas_kernels" / "BOUNDS.md": "measured/attention_bounds.md",
         root / "pallas_kernels" / "flash_attention" / "GRID.md": "measured/flash_attention_grid.md",
     }
     pages |= {path: f"{STUDIES}/{path.parent.name}.md" for path in sorted(root.glob("experiments/*/README.md"))}

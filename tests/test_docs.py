@@ -15,7 +15,10 @@ from jaxscale.commands.settings import register_all
 from jaxscale.config_docs import described
 
 ROOT = Path(__file__).resolve().parents[1]
-GENERATED = "changelog results flash_attention_grid pallas_kernels compiled_configs studies reference notebooks".split()
+GENERATED = (
+    "changelog results flash_attention_grid attention_bounds pallas_kernels "
+    "compiled_configs studies reference notebooks"
+).split()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"] + [
     page
     for page in sorted(ROOT.glob("docs/**/*.md"))

@@ -262,6 +262,9 @@ def compiled(command: list[str], folder: Path, limit_s: float, module: str = "ji
     Returns:
       `bytes` on a device (`None` if the compiler failed or ran out of time, with a reason in `error`), how they are
       known (`by`), and seconds.
+
+    Raises:
+      SystemExit: the process was ended from outside.
     """
     flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re={module}"
     start, row, out = time.perf_counter(), {}, ""
@@ -280,6 +283,11 @@ def compiled(command: list[str], folder: Path, limit_s: float, module: str = "ji
                     row = {"bytes": None, "error": f"more than {limit_s:.0f} s"}
                 continue
             last = out.strip().splitlines()[-1] if out.strip() else ""
+            if child.returncode < 0:  # says nothing about the hardware
+                raise SystemExit(
+                    f"the compiler's process was ended by signal {-child.returncode}, as when this machine's memory is "
+                    f"full; compile on a machine with more: {' '.join(command[2:])}"
+                )
             row = json.loads(last) if child.returncode == 0 else {"bytes": None, "error": last[:300]}
     finally:
         if child.poll() is None:
@@ -411,7 +419,7 @@ def picture() -> None:
             if points:
                 ax.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, linewidth=0.9, label=route)
         ax.axhline(capacity(hardware) / 2**30, color="black", linestyle=":", linewidth=0.8)
-        ax.set(xscale="log", xlim=(1e5, 2e7), title=hardware, xlabel="tokens a row", ylabel="GiB a device, compiled")
+        ax.set(xscale="log", xlim=(1e5, 1e8), title=hardware, xlabel="tokens a row", ylabel="GiB a device, compiled")
         ax.grid(alpha=0.25)
         ax.legend(frameon=False, fontsize=7)
     figure.savefig(HERE / "longest.png")

@@ -116,6 +116,9 @@ def _hint(value: object, expected: object) -> str:
     if isinstance(value, str) and value in BY_NAME:
         entry = BY_NAME[value]
         is_class = isinstance(entry.obj, type)  # most settings take instances of classes, and functions uncalled
+        result = None if is_class else type_hints(entry.obj).get("return")
+        if isinstance(result, type) and isinstance(expected, type) and not issubclass(result, expected):
+            return ""  # a function whose result is known to be of another kind
         choices = (ConfigurableReference(entry.selector, evaluate) for evaluate in (is_class, not is_class))
         return next((f"; write {words(ref)}" for ref in choices if fits(ref, expected, {})), "")
 

@@ -126,7 +126,8 @@ def test_a_product_multiplies_the_clustered_matrix_and_keeps_only_the_parameter(
     ids=["deferred gradients", "overlap", "experts"],
 )
 def test_layouts_train_clustered_weights_to_one_devices_numbers(model, mesh):
-    js.testing.compare_layouts(model, [mesh]).check()
+    # a sum of many rounded weights: processors differ by up to a millionth of a gradient's norm in its order
+    js.testing.compare_layouts(model, [mesh], tolerance=2e-5).check()
 
 
 @pytest.mark.long

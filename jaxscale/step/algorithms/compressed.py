@@ -15,6 +15,7 @@ from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.optim import apply_gradients, state_infos
 from jaxscale.optim.base import Schedule
 from jaxscale.parallel import IntegerWire, Wire
+from jaxscale.reading import clipped
 from jaxscale.step.algorithm import NEXT_TOKEN, Step, Tree
 from jaxscale.step.algorithms.replicas import Replicas, check_counts, is_wire, wide_infos, with_prefix
 from jaxscale.step.backprop import make_step
@@ -51,7 +52,10 @@ class CompressedGradients(Replicas):
     def __post_init__(self) -> None:
         check_counts(self, replicas=2)
         if not is_wire(self.wire):
-            raise ConfigError(f"CompressedGradients.wire = {self.wire!r}: must be IntegerWire() or SignWire()")
+            raise ConfigError(
+                f"CompressedGradients.wire = {clipped(repr(self.wire))}: must be IntegerWire(), SignWire() or "
+                "Float32Wire()"
+            )
 
     def infos(self, blueprint: Blueprint) -> dict[str, Tree]:
         """Return the parameters, and in "opt_state" the optimizer's state and the wire's errors."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from pallas_kernels.errors import KernelError
 
-__all__ = ["as_int32", "finite"]
+__all__ = ["as_int32", "finite", "summed", "varying"]
 
 
 def as_int32(op: str, name: str, value: Any) -> jax.Array:
@@ -68,3 +68,29 @@ def finite(op: str, name: str, value: Any, *, zero: bool = False) -> float | Non
         least = "finite and at least 0" if zero else "finite and greater than 0"
         raise KernelError(f"{op}: {name} has to be {least} or None, not {number}")
     return number
+
+
+def varying(x: jax.Array, *like: Any) -> jax.Array:
+    """Return an array that differs between devices of a `shard_map` where any of some others does, by its type.
+
+    Args:
+      x: any array.
+      *like: types of arrays, from `jax.typeof`.
+    """
+    missing = frozenset[str]().union(*map(_varies, like)) - _varies(jax.typeof(x))
+    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def summed(cotangent: jax.Array, kind: Any) -> jax.Array:
+    """Return the sum of a cotangent over the devices of a `shard_map` that have the same value.
+
+    Args:
+      cotangent: of a value on each device.
+      kind: the value's type, from `jax.typeof`.
+    """
+    same = _varies(jax.typeof(cotangent)) - _varies(kind)
+    return jax.lax.psum(cotangent, tuple(sorted(same))) if same else cotangent
+
+
+def _varies(kind: Any) -> frozenset[str]:
+    return getattr(getattr(kind, "manual_axis_type", None), "varying", frozenset())

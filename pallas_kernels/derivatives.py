@@ -21,6 +21,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from pallas_kernels.arguments import summed, varying
+
 __all__ = ["custom_vjp"]
 
 
@@ -79,7 +81,10 @@ class custom_vjp:  # noqa: N801 (it stands where jax.custom_vjp stood)
                 cotangents = backward(*static, read, cts)
                 every = flatten_axes(f"cotangents of {self.__name__}", tree, cotangents)
                 chosen = [every[i] for i in which]
-                return [jnp.zeros(a.shape, a.dtype) if c is None else c for c, a in zip(chosen, types, strict=True)]
+                return [
+                    jnp.zeros(a.shape, a.dtype) if c is None else summed(c, a)
+                    for c, a in zip(chosen, types, strict=True)
+                ]
 
             outs = tuple(jax.typeof(x).to_tangent_aval() for x in results)
             pushed = _linear.bind(*residuals, *moves, pull=pull, outs=outs, residuals=size)
@@ -98,8 +103,9 @@ def _is_zero(tangent: Any) -> bool:
 def _push(*operands: Any, pull: Callable[..., Any], outs: tuple[Any, ...], residuals: int) -> list[jax.Array]:
     saved, tangents = operands[:residuals], operands[residuals:]
     # It is linear in the cotangents, so any would do; those of 1 are in no special case of a backward pass.
-    _, transpose = jax.vjp(lambda *cts: pull(*saved, *cts), *(jnp.ones(o.shape, o.dtype) for o in outs))
-    return list(transpose(list(tangents)))
+    ones = (varying(jnp.ones(o.shape, o.dtype), o) for o in outs)
+    pulled, transpose = jax.vjp(lambda *cts: pull(*saved, *cts), *ones)
+    return list(transpose([varying(t, jax.typeof(x)) for t, x in zip(tangents, pulled, strict=True)]))
 
 
 def _push_and_move(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:

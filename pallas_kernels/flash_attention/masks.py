@@ -194,11 +194,11 @@ def tile_table(mask: Mask, tokens: Tokens, *, s: int, t: int, q_tile: int, k_til
         if mask.causal:
             some, every = some & (high >= k_low), every & (low >= k_high)
         if mask.window is not None:
-            some &= first_seen(low, mask.window) <= k_high
-            every &= first_seen(high, mask.window) <= k_low
+            some = some & (first_seen(low, mask.window) <= k_high)
+            every = every & (first_seen(high, mask.window) <= k_low)
             if not mask.causal:
-                some &= first_seen(k_low, mask.window) <= high
-                every &= first_seen(k_high, mask.window) <= low
+                some = some & (first_seen(k_low, mask.window) <= high)
+                every = every & (first_seen(k_high, mask.window) <= low)
     if tokens.q_segments is not None and tokens.k_segments is not None:
         low, high = (a[:, :, None] for a in _range(tokens.q_segments, q_tile))
         k_low, k_high = (a[:, None, :] for a in _range(tokens.k_segments, k_tile))

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.arguments import varying
 from pallas_kernels.dispatch import Target
 from pallas_kernels.grouped_matmul.inputs import Facts
 
@@ -123,7 +124,9 @@ def _matmul(
         product = jnp.where(_own(at, first, end, rows), product.astype(out), others)
         return lax.dynamic_update_slice_in_dim(y, product, at, 0), None
 
-    return lax.scan(step, jnp.zeros((facts.m, facts.n), out), tiles)[0]
+    arrays = (left, right, *tiles) if bias is None else (left, right, bias, *tiles)
+    start = varying(jnp.zeros((facts.m, facts.n), out), *map(jax.typeof, arrays))
+    return lax.scan(step, start, tiles)[0]
 
 
 def _outer(left: jax.Array, right: jax.Array, tiles: Tiles, rows: int, facts: Facts) -> jax.Array:
@@ -141,7 +144,9 @@ def _outer(left: jax.Array, right: jax.Array, tiles: Tiles, rows: int, facts: Fa
         return (dw, total, group), None
 
     shape = (facts.k, facts.n)
-    start = jnp.zeros((facts.groups, *shape), out), jnp.zeros(shape, wide), jnp.int32(-1)
+    zeros = jnp.zeros((facts.groups, *shape), out), jnp.zeros(shape, wide), jnp.int32(-1)
+    kinds = [jax.typeof(x) for x in (left, right, *tiles)]
+    start = varying(zeros[0], *kinds), varying(zeros[1], *kinds), varying(zeros[2], *kinds[2:])
     return lax.scan(step, start, tiles)[0][0]
 
 

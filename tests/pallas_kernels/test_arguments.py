@@ -68,3 +68,11 @@ def test_a_query_that_is_no_number_has_a_log_sum_exp_that_is_none(implementation
     assert np.isnan(lse[0, 0]).all() and np.isnan(out[0, 0]).all() and np.isfinite(lse[0, 1]).all()
     out, lse = decode_attention(q, X, X, positions=np.array([[1, 1]]), implementation=implementation)
     assert np.isnan(lse[0, 0]).all() and np.isnan(out[0, 0]).all() and np.isfinite(lse[0, 1]).all()
+
+
+def test_a_window_of_positions_that_differ_between_examples_has_a_table_of_each():
+    positions = np.stack([np.arange(8), np.arange(8)[::-1]]).astype(np.int32)
+    table = tile_table(
+        Mask(window=3), Tokens(None, None, positions, positions), s=8, t=8, q_tile=2, k_tile=2, each=True
+    )
+    assert table.shape == (2, 4, 4) and (table[0] == table[1]).all() and table[0, 0, 3] == SKIP

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import dispatch
 from pallas_kernels.chunked_recurrence import chunked_recurrence
@@ -245,3 +246,27 @@ def test_forward_mode_passes_through_scan_and_checkpoint():
         return jax.jit(jax.hessian(loss))(X)
 
     np.testing.assert_allclose(derivatives(step), derivatives(plain), rtol=1e-5, atol=1e-6)
+
+
+def test_devices_of_a_shard_map_differentiate_their_own_parts_and_sum_what_they_share():
+    """With JAX's check of what differs between devices, which is on by default."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    random = np.random.default_rng(0)
+    x, bias, matrices = (jnp.asarray(random.normal(size=s), jnp.float32) for s in ((600, 6), (6,), (3, 6, 6)))
+    sizes = jnp.asarray([100, 0, 150], jnp.int32)
+
+    def sharded(f):
+        return jax.shard_map(f, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
+
+    def products(implementation):
+        return sharded(lambda x, w: grouped_matmul(x, w, sizes, implementation=implementation))
+
+    pairs = [(sharded(lambda x, b: softmax(x + b)), sharded(lambda x, b: jax.nn.softmax(x + b)), bias)]
+    plain = sharded(lambda x, w: jax.lax.ragged_dot(x, w, sizes))
+    pairs += [(products(name), plain, matrices) for name in ("xla", "xla_tiles")]
+    for ours, theirs, shared in pairs:
+        move = (x, shared), (x**2, shared * 2)
+        grads = [jax.jit(jax.grad(lambda p, f=f: jnp.sum(f(x, p) ** 2)))(shared) for f in (ours, theirs)]
+        tangents = [jax.jit(lambda f=f, move=move: jax.jvp(f, *move)[1])() for f in (ours, theirs)]
+        for got, want in (grads, tangents):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * float(jnp.abs(want).max()))

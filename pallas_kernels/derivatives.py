@@ -72,6 +72,7 @@ class custom_vjp:  # noqa: N801 (it stands where jax.custom_vjp stood)
             moves = [t for t in jax.tree.leaves(tangents) if not _is_zero(t)]
             which = [i for i, t in enumerate(jax.tree.leaves(tangents)) if not _is_zero(t)]
             types = [jax.typeof(flat[i]).to_tangent_aval() for i in which]
+            moves = [varying(t, kind) for t, kind in zip(moves, types, strict=True)]  # jacfwd's are of no device
 
             def pull(*operands: Any) -> list[jax.Array]:
                 read, cts = (
@@ -135,7 +136,9 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, pull: Any, outs: Any
     saved, linear = operands[:residuals], list(zip(operands, axes, strict=True))[residuals:]
     tangents = [jnp.broadcast_to(x, (size, *x.shape)) if a is None else jnp.moveaxis(x, a, 0) for x, a in linear]
     each = jax.vmap(pull, in_axes=(*axes[:residuals], *(0 for _ in outs)), out_axes=0, axis_size=size)
-    outs = tuple(o.update(shape=(size, *o.shape), sharding=None) for o in outs)
+    outs = tuple(
+        o.update(shape=(size, *o.shape), sharding=o.sharding.update(spec=(None, *o.sharding.spec))) for o in outs
+    )
     out = _linear.bind(*saved, *tangents, pull=each, outs=outs, residuals=residuals)
     return out, [0] * len(out)
 

@@ -270,3 +270,8 @@ def test_devices_of_a_shard_map_differentiate_their_own_parts_and_sum_what_they_
         tangents = [jax.jit(lambda f=f, move=move: jax.jvp(f, *move)[1])() for f in (ours, theirs)]
         for got, want in (grads, tangents):
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * float(jnp.abs(want).max()))
+    few = jnp.asarray(random.normal(size=(2, 5)), jnp.float32)
+    each = [
+        jax.shard_map(jax.jacfwd(f), mesh=mesh, in_specs=P("x"), out_specs=P("x")) for f in (softmax, jax.nn.softmax)
+    ]
+    np.testing.assert_allclose(*(jax.jit(f)(few) for f in each), atol=1e-6)

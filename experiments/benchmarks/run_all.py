@@ -279,7 +279,9 @@ def publish(folder: Path) -> None:
     if "uncommitted" in {one.get("commit") for one in results.values()}:
         raise SystemExit(f"{file} names no commit; set BENCHMARK_COMMIT to the commit and measure again")
     short = next(name for name in record.JUDGED if name in device).lower()
-    written = [measure.write(f"kernels_{short}", results)]
+    before = measure.RESULTS / f"kernels_{short}.json"
+    results = merged(json.loads(before.read_text()) if before.exists() else {}, results)
+    written = [measure.write(before.stem, results)]
     texts: dict[str, list[str]] = {"README.md": [], "experiments/benchmarks/README.md": []}
     for name in record.JUDGED:
         path = measure.RESULTS / f"kernels_{name.lower()}.json"
@@ -288,8 +290,15 @@ def publish(folder: Path) -> None:
             continue
         sentence = about(results_of_device, path)
         texts["README.md"] += [f"{sentence} [All rows](experiments/benchmarks/README.md).", ""]
-        rows = [record.cells(line) for line in lines_of(results_of_device) if line["verdict"] != record.LATE]
-        tables = [measure.table(SUMMARY, summary(results_of_device)), "", measure.table(record.HEADER, rows)]
+        rows = [
+            (*record.cells(line), row.get("commit", one.get("commit", ""))[:8])
+            for one in results_of_device.values()
+            for row in one["rows"].values()
+            for line in row["lines"]
+            if line["verdict"] != record.LATE
+        ]
+        header = (*record.HEADER, "commit")
+        tables = [measure.table(SUMMARY, summary(results_of_device)), "", measure.table(header, rows)]
         texts["experiments/benchmarks/README.md"] += [sentence, "", *tables, ""]
     texts["pallas_kernels/README.md"] = [
         "Their speed on a GPU, and where others are faster: [`experiments/benchmarks`](../experiments/benchmarks)."
@@ -302,9 +311,31 @@ def publish(folder: Path) -> None:
     print("written to " + ", ".join(str(path.relative_to(measure.ROOT)) for path in written))
 
 
+def merged(earlier: dict[str, dict[str, Any]], results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return results with the rows of an earlier run that they have no figure of; each such row names its commit."""
+    together = {}
+    names = [job.name for job in JOBS]
+    for name in sorted({*earlier, *results}, key=lambda n: names.index(n) if n in names else len(names)):
+        old, new = earlier.get(name, {}), results.get(name, {})
+        measured = {key: old[key] for key in ("commit", "date") if key in old}
+        rows = {row: entry if "commit" in entry else entry | measured for row, entry in old.get("rows", {}).items()}
+        for row, entry in new.get("rows", {}).items():
+            if row not in rows or any(line["ours"] is not None for line in entry["lines"]):
+                rows[row] = entry
+        together[name] = {**(new or old), "rows": rows}
+    return together
+
+
 def about(results: dict[str, dict[str, Any]], path: Path) -> str:
-    """Return a sentence with date, device and commit of results, and what has no figure."""
+    """Return a sentence with dates, device and commits of results, and what has no figure."""
     one = next(one for one in results.values() if "device" in one)
+    runs = {
+        (row.get("date", each.get("date")), row.get("commit", each.get("commit")))
+        for each in results.values()
+        for row in each["rows"].values()
+        if any(line["ours"] is not None for line in row["lines"])
+    }
+    dated = " and ".join(f"{date} (commit {commit[:8]})" for date, commit in sorted(runs))
     missing = [
         j.name
         for j in JOBS
@@ -314,9 +345,7 @@ def about(results: dict[str, dict[str, Any]], path: Path) -> str:
     rest = f" No time was left for {late} rows." if late else ""
     rest += f" Without a figure: {', '.join(missing)}." if missing else ""
     versions = ", ".join(f"{name} {one['versions'][name]}" for name in ("jax", "torch") if name in one["versions"])
-    return (
-        f"Measured on {one['date']} on one {one['device']}, {versions} (`{path.name}`, commit {one['commit']}).{rest}"
-    )
+    return f"Measured on one {one['device']}, {versions}, on {dated or one['date']} (`{path.name}`).{rest}"
 
 
 def correctness(out: Path, minutes: float) -> int:

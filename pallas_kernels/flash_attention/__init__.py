@@ -215,7 +215,9 @@ IMPLEMENTATIONS = (
     Implementation("mosaic_tpu", ("tpu",), tpu.supported, tpu.run),
     Implementation("xla", (), _anywhere, functools.partial(_run_plain, xla)),
 )
-"""The implementations that `None` chooses from, best first."""
+"""The implementations that `None` chooses from, best first, except where `cudnn.faster`."""
+
+_CUDNN = IMPLEMENTATIONS[1]
 
 _BY_NAME = (Implementation("dense", (), _anywhere, _run_dense),)
 """Implementations that are used only when they are named."""
@@ -237,7 +239,11 @@ def _run(direction: str, settings: Settings, inputs: Inputs, *others: Any) -> An
         "positions": tokens.q_positions is not None,
         "dtype": q.dtype.name,
     }
-    implementations = IMPLEMENTATIONS if settings.implementation is None else (*IMPLEMENTATIONS, *_BY_NAME)
+    implementations: tuple[Implementation, ...] = IMPLEMENTATIONS
+    if settings.implementation is not None:
+        implementations += _BY_NAME
+    elif cudnn.faster(settings, q.shape, v.shape):
+        implementations = (_CUDNN, *(one for one in IMPLEMENTATIONS if one is not _CUDNN))
     large = max(q.shape[1], k.shape[1]) >= _LARGE
     return dispatch("flash_attention", implementations, (inputs, *others), case, settings.implementation, large=large)
 

@@ -172,6 +172,22 @@ def test_figures_of_each_device_stand_in_all_readmes(run_all, tmp_path, monkeypa
             assert "on one NVIDIA H100 80GB HBM3" in text and "on one NVIDIA H200" in text
 
 
+def test_rows_of_an_earlier_run_stay_until_they_are_measured_again(run_all, tmp_path):
+    first = ran(run_all, tmp_path, rows("first", "second"))
+    for one in first.values():
+        one["commit"] = "older"
+    (tmp_path / "again").mkdir()
+    again = ran(run_all, tmp_path / "again", rows("first", "raise"))
+    for one in again.values():
+        one["commit"] = "newer"
+    one = run_all.merged(first, again)["fake"]
+    assert one["commit"] == "newer" and list(one["rows"]) == ["first", "second", "raise"]
+    assert "commit" not in one["rows"]["first"] and one["rows"]["second"]["commit"] == "older"
+    lost = json.loads(json.dumps(again))
+    lost["fake"]["rows"]["first"]["lines"][0]["ours"] = None
+    assert run_all.merged(first, lost)["fake"]["rows"]["first"]["commit"] == "older"
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [(["--only", "atention"], "did you mean attention?"), (["--corectness"], "did you mean --correctness?")],

@@ -14,7 +14,7 @@ from jaxscale.nn.formats.kernels import MOST_ROWS, kernel_product
 from jaxscale.parallel import Arithmetic
 from jaxscale.plan import compile_for
 from pallas_kernels import tiles
-from pallas_kernels.dispatch import interpreted
+from pallas_kernels.dispatch import JAX_VERSION, choosing, interpreted, on_device
 from tests.truth.long import short
 
 RNG = np.random.default_rng(0)
@@ -78,6 +78,19 @@ def test_what_has_no_kernel_is_left_to_the_dense_kernel(shape, axes, summed, row
     names = [weight.names("", a.shape, axes) for a in jax.tree.leaves(weight)]
     x = jnp.ones((rows, shape[summed[0]]))
     assert kernel_product(x, weight, axes, names, summed, jnp.float32, jnp.float32, "mosaic_tpu") is None
+
+
+@pytest.mark.skipif(JAX_VERSION < (0, 11), reason="kernels for Hopper need jax 0.11")
+@pytest.mark.parametrize(
+    ("kind", "rows", "ran"),
+    [("NVIDIA H200", 8, ["mosaic_gpu"]), ("NVIDIA H200", 129, []), ("NVIDIA A100-SXM4-80GB", 8, [])],
+)
+def test_hopper_gpus_multiply_few_rows_by_a_kernel(kind, rows, ran):
+    weight = jax.eval_shape(lambda k: FORMATS["int4"][0].encode(k, (0,)), jax.ShapeDtypeStruct((1024, 512), "float32"))
+    x = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16)
+    with on_device(kind), choosing() as made:
+        jax.eval_shape(lambda x, w: project(x, w, ("mlp", "embed"), (0,), Arithmetic.cast("bfloat16")), x, weight)
+    assert [choice.implementation for choice in made.values()] == ran
 
 
 @pytest.mark.tpu_aot

@@ -85,6 +85,35 @@ def test_hopper_kernels_come_first_and_xla_last(card):
     jax.eval_shape(functools.partial(flash_attention, implementation="cudnn"), *arrays())  # it can be named there
 
 
+def _chosen(s=4096, d=128, h=2, kv=2, **options):
+    shapes = [jax.ShapeDtypeStruct((1, s, n, d), jnp.bfloat16) for n in (h, kv, kv)]
+    with dispatch.choosing() as made:
+        jax.eval_shape(jax.grad(functools.partial(loss, **options), (0, 1, 2)), *shapes)
+    return {choice.implementation for choice in made.values()}, dict(next(iter(made.values())).why_not)
+
+
+def test_on_hopper_it_comes_first_where_it_was_measured_to_be_faster(card):
+    card("NVIDIA H200")
+    assert _chosen(causal=True) == ({"cudnn"}, {})
+    assert _chosen(causal=True, implementation="mosaic_gpu")[0] == {"mosaic_gpu"} if JAX_VERSION >= (0, 11) else True
+    for options in ({}, {"causal": True, "window": 512}, {"causal": True, "kv": 1}, {"causal": True, "s": 2048}):
+        assert _chosen(**options)[0] == {"mosaic_gpu" if JAX_VERSION >= (0, 11) else "cudnn"}
+    _, why = _chosen(causal=True, deterministic=True)
+    assert "cuDNN's gradient may differ between runs" in why["cudnn"]
+
+
+def test_on_a_mesh_of_hopper_gpus_each_device_calls_it(card):
+    card("NVIDIA H200")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(2), ("tensor",))
+    spec = jax.sharding.PartitionSpec(None, None, "tensor")
+    attend = functools.partial(flash_attention, causal=True)
+    split = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
+    shape = jax.ShapeDtypeStruct((1, 4096, 4, 128), jnp.bfloat16)
+    grad = jax.jit(jax.grad(lambda *x: split(*x).astype(jnp.float32).sum(), (0, 1, 2)))
+    text = grad.trace(shape, shape, shape).lower(lowering_platforms=("cuda",)).as_text()
+    assert calls(text) == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+
+
 @pytest.mark.parametrize(
     ("kind", "serves"),
     [("NVIDIA A10G", True), ("NVIDIA GeForce RTX 3090 Ti", True), ("NVIDIA RTX A6000", True), ("NVIDIA GB200", True)]

@@ -48,6 +48,10 @@ class DamagedCheckpoint(CheckpointError):
     """A checkpoint whose digests do not match its content; an older checkpoint may be intact."""
 
 
+class OtherArrays(CheckpointError):
+    """A checkpoint that has other arrays than the model, the optimizer and the algorithm."""
+
+
 class DamagedFile(JaxscaleError, ValueError):
     """A file whose digest does not match its content.
 

@@ -167,6 +167,17 @@ def test_resume_goes_on_with_the_runs_own_settings(run, finished):
     assert [row["step"] for row in finished.metrics()] == [1, 2, 3, 4, 5, 6]
 
 
+def test_resume_with_another_algorithm_names_the_setting(refused, finished):
+    words = ("cannot continue with another train.algorithm: leave it as it was, or start a new run", "--from", "opt_state/")
+    binding = "--gin.train.algorithm=@CompressedGradients()"
+    refused("train", "--resume", finished.path, "--gin.train.steps=6", binding, words=words)
+
+
+def test_a_run_without_replicas_on_its_mesh_says_that_nothing_is_sent(run, gin):
+    code, out, _ = run("train", gin, "--gin.train.algorithm=@CompressedGradients()", "--gin.train.steps=1")
+    assert code == 0 and "CompressedGradients sends nothing between devices for its replicas" in " ".join(out.split())
+
+
 def test_resume_moves_to_another_mesh(run, finished):
     code, _, _ = run("train", "--resume", finished.path, "--gin.train.steps=5", "--mesh", "data=4", "--quiet")
     assert (code, finished.info["layout"]["mesh"]["data"], finished.info["step"]) == (0, 4, 5)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxscale.commands.shared import TEXT, accept_argument, config_arguments, imports_of, load
-from jaxscale.errors import ConfigError
+from jaxscale.errors import CheckpointError, ConfigError, OtherArrays
 from jaxscale.interrupts import STOPS
 
 if TYPE_CHECKING:
@@ -101,15 +101,18 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         check_profile(profile, config)
         print(dry_run(config))
         return 0
-    trained = fit(
-        config,
-        run=args.resume or args.run,
-        resume=True if args.resume else "newest" if args.go_on else False,
-        name=Path(args.config).stem if args.config else "run",
-        profile=profile,
-        quiet=args.quiet,
-        began=began,
-    )
+    try:
+        trained = fit(
+            config,
+            run=args.resume or args.run,
+            resume=True if args.resume else "newest" if args.go_on else False,
+            name=Path(args.config).stem if args.config else "run",
+            profile=profile,
+            quiet=args.quiet,
+            began=began,
+        )
+    except OtherArrays as e:
+        raise _with_settings(e, args, bindings) from None
     if not args.quiet and trained.is_main:
         print(_next_steps(trained, config))
     return 0 if trained.stopped_by is None else STOPS[trained.stopped_by]
@@ -136,6 +139,17 @@ def _window(text: str | None) -> tuple[int, int] | None:
     except ValueError:
         raise ConfigError(f"--profile {text} is not of the form first:last, such as 10:15") from None
     return first, last
+
+
+def _with_settings(e: OtherArrays, args: argparse.Namespace, bindings: list[str]) -> CheckpointError:
+    """Return an error that begins with the settings which the command gives a run that it continues."""
+    changed = [name for b in bindings if (name := b.partition("=")[0].strip()) != "train.steps"]
+    if not args.resume or not changed:
+        return e
+    return CheckpointError(
+        f"{args.resume} cannot continue with another {' and '.join(changed)}: leave it as it was, or start a new run from "
+        f"its parameters with --from {args.resume}. ({e})"
+    )
 
 
 def _next_steps(run: Run, config: TrainConfig) -> str:

@@ -35,7 +35,7 @@ def wire_notes(blueprint: Blueprint) -> list[str]:
         return []
     replicas = layout.sizes["replica"]
     if replicas == 1:
-        return [f"{algorithm.describe()} sends nothing between devices for its replicas: the mesh has no axis replica"]
+        return [note] if (note := algorithm.note(layout)) else []
     every_step = Float32Wire().sent(blueprint.infos, replicas, layout)
     return [
         f"{algorithm.describe()}: each device sends {human_bytes(round(sent_a_step))} a step over replica on average; "

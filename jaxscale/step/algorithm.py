@@ -13,6 +13,7 @@ from jaxscale.step.guards import Guard
 from jaxscale.step.objective import Batch, NextToken, Objective
 
 if TYPE_CHECKING:
+    from jaxscale.layout import Layout
     from jaxscale.step.config import TrainConfig
     from jaxscale.step.meeting import Meeting
     from jaxscale.step.rounds import Round
@@ -172,6 +173,14 @@ class Algorithm:
 
         Args:
           blueprint: the run's blueprint.
+        """
+        return None
+
+    def note(self, layout: Layout | None) -> str | None:
+        """Return a sentence on what the algorithm does not do on this layout, which runs and plans print, or `None`.
+
+        Args:
+          layout: the run's layout; `None` is one device.
         """
         return None
 

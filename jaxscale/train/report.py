@@ -82,6 +82,8 @@ class Reporter:
             f"{config.steps} steps{since} · run folder {folder}"
         )
         self.say(f"objective: {config.objective.describe(config)}")
+        if (note := config.algorithm.note(config.layout)) is not None:
+            self.say(note)
         if prepared.by_degree is not None:
             self.say(prepared.by_degree.describe())
         if isinstance(config.model, DescribesLayers):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.errors import ConfigError
-from jaxscale.layout import TensorInfo
+from jaxscale.layout import Layout, TensorInfo
 from jaxscale.nn.stats import TABLES
 from jaxscale.optim import HostState, apply_gradients, averages, state_infos
 from jaxscale.optim.base import Schedule
@@ -102,6 +102,12 @@ class Replicas(Algorithm):
     """
 
     replicas: int = 2
+
+    def note(self, layout: Layout | None) -> str | None:
+        """Say where no replica is on another device: see `Algorithm.note`."""
+        if layout is not None and layout.sizes["replica"] > 1:
+            return None
+        return f"{self.describe()} sends nothing between devices for its replicas: the mesh has no axis replica"
 
     def own_rows(self, batch: Tree) -> Tree:
         """Return a batch's arrays as (replicas, rows of each, ...).

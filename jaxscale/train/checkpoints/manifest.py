@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxscale import reading
 from jaxscale.buckets import BucketError, failure
-from jaxscale.errors import CheckpointError, DamagedCheckpoint
+from jaxscale.errors import CheckpointError, DamagedCheckpoint, OtherArrays
 from jaxscale.layout.tensors import path_name
 from jaxscale.optim import is_quantized
 from jaxscale.train.checkpoints.check import check_manifest
@@ -126,7 +126,7 @@ def check_same(saved: dict[str, Any], want: dict[str, Any], what: str) -> None:
       what: the checkpoint, for the message.
 
     Raises:
-      CheckpointError: arrays are missing, extra, or of another shape or dtype; the message lists them.
+      OtherArrays: arrays are missing, extra, or of another shape or dtype; the message lists them.
     """
     wrong = [f"{k} is missing" for k in want if k not in saved]
     wrong += [f"{k} is not in the model" for k in saved if k not in want]
@@ -137,4 +137,4 @@ def check_same(saved: dict[str, Any], want: dict[str, Any], what: str) -> None:
                 wrong.append(f"{k} is {a[1]}{list(a[0])}, the model has {b[1]}{list(b[0])}")
     if wrong:
         more = f", and {len(wrong) - 12} more" if len(wrong) > 12 else ""
-        raise CheckpointError(f"{what} does not fit this model and optimizer: {'; '.join(wrong[:12])}{more}")
+        raise OtherArrays(f"{what} does not fit this model and optimizer: {'; '.join(wrong[:12])}{more}")

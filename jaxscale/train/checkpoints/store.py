@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jax
 
 from jaxscale.buckets import BucketError, failure
-from jaxscale.errors import CheckpointError, DamagedCheckpoint
+from jaxscale.errors import CheckpointError, DamagedCheckpoint, OtherArrays
 from jaxscale.layout import Layout, shardings_of
 from jaxscale.layout.tensors import path_name
 from jaxscale.optim import convert_state, raise_zeros
@@ -361,7 +361,7 @@ class Checkpoints:
         fault = ""
         for one, store in [(s, store) for s in steps for store in self._stores(s)]:
             results: list[T] = []
-            fault, hopeless = "", False
+            fault, hopeless = "", 0
             try:
                 manifest = store._own_manifest(one)
                 if manifest["digest"] is None:
@@ -369,11 +369,11 @@ class Checkpoints:
                         "its values are loaded unchecked")  # fmt: skip
                 results.append(read(manifest, open_arrays(store.place.finished(one), manifest)))
             except CheckpointError as e:
-                fault, hopeless = str(e), not isinstance(e, DamagedCheckpoint)
+                fault, hopeless = str(e), 0 if isinstance(e, DamagedCheckpoint) else 1 + isinstance(e, OtherArrays)
             # processes read different chunks, and one may not see the folder
             fault, hopeless = max(agree.gather([fault, hopeless]), key=lambda answer: (answer[1], bool(answer[0])))
             if hopeless:
-                raise CheckpointError(fault)
+                raise (CheckpointError, OtherArrays)[hopeless - 1](fault)
             if not fault:
                 return one, results[0]
             if (one != steps[-1] or store is not self._stores(one)[-1]) and jax.process_index() == 0:

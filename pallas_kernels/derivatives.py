@@ -72,7 +72,8 @@ class custom_vjp:  # noqa: N801 (it stands where jax.custom_vjp stood)
             moves = [t for t in jax.tree.leaves(tangents) if not _is_zero(t)]
             which = [i for i, t in enumerate(jax.tree.leaves(tangents)) if not _is_zero(t)]
             types = [jax.typeof(flat[i]).to_tangent_aval() for i in which]
-            moves = [varying(t, kind) for t, kind in zip(moves, types, strict=True)]  # jacfwd's are of no device
+            # those of jacfwd are the same on all devices
+            moves = [varying(t, kind) for t, kind in zip(moves, types, strict=True)]
 
             def pull(*operands: Any) -> list[jax.Array]:
                 read, cts = (

@@ -147,8 +147,8 @@ def _with_settings(e: OtherArrays, args: argparse.Namespace, bindings: list[str]
     if not args.resume or not changed:
         return e
     return CheckpointError(
-        f"{args.resume} cannot continue with another {' and '.join(changed)}: leave it as it was, or start a new run from "
-        f"its parameters with --from {args.resume}. ({e})"
+        f"{args.resume} cannot continue with another {' and '.join(changed)}: leave it as it was, or start a new run "
+        f"from its parameters with --from {args.resume}. ({e})"
     )
 
 

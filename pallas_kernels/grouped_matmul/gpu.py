@@ -73,11 +73,37 @@ def run(
     facts: Facts,
 ) -> jax.Array:
     """Return the product."""
-    short = -facts.m % _STRIP
-    left = jnp.pad(left, ((0, short), (0, 0)))
+    more = short(facts.m)
+    left = jnp.pad(left, ((0, more), (0, 0)))
     if facts.product == "outer":
-        return _outer(target, left, jnp.pad(right, ((0, short), (0, 0))), sizes, facts)
-    return _matmul(target, left, right, sizes, bias, facts)[: facts.m]
+        return _outer(target, left, jnp.pad(right, ((0, more), (0, 0))), sizes, facts)
+    out = jax.ShapeDtypeStruct((len(left), facts.n), facts.out)
+    return _matmul(target, tiles_of(sizes, len(left)), left, right, bias, facts, out)[: facts.m]
+
+
+def multiply_into(
+    target: Target, out: Any, table: jax.Array, rows: jax.Array, matrices: jax.Array, facts: Facts
+) -> None:  # fmt: skip
+    """Write the rows of some tiles times their groups' matrices into an array, and leave its other rows as they are.
+
+    Args:
+      target: the device.
+      out: a `jax.Ref` (m, n), of a number of rows that is a multiple of 8.
+      table: tiles, as `tiles_between` returns them.
+      rows: (m, k).
+      matrices: those of the table's groups.
+      facts: of the product with these matrices.
+    """
+    _matmul(target, table, rows, matrices, None, facts, out)
+
+
+def short(m: int) -> int:
+    """Return the rows that `m` rows lack to a multiple of 8, which the kernels take.
+
+    Args:
+      m: number of rows.
+    """
+    return -m % _STRIP
 
 
 def key_of(facts: Facts) -> dict[str, Any]:
@@ -126,7 +152,17 @@ def tiles_of(sizes: jax.Array, m: int) -> jax.Array:
       m: rows, with those after the last group; a multiple of 8.
     """
     ends = jnp.append(jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), m), m)
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    return tiles_between(jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]]), ends, m)
+
+
+def tiles_between(starts: jax.Array, ends: jax.Array, m: int) -> jax.Array:
+    """Return the tiles of groups of rows, as `tiles_of` does; no tile has other rows.
+
+    Args:
+      starts: int32 (groups,), the first row of each.
+      ends: int32 (groups,), the end of the rows of each; groups share no rows.
+      m: rows, with those of no group; a multiple of 8.
+    """
     bases = starts // _STRIP * _STRIP
     counts = jnp.where(ends > starts, -((bases - ends) // TILE), 0)
     until = jnp.cumsum(counts, dtype=jnp.int32)
@@ -233,11 +269,17 @@ def _drain(free: Any, done: Any) -> None:
 
 
 def _matmul(
-    target: Target, rows: jax.Array, matrices: jax.Array, sizes: jax.Array, bias: jax.Array | None, facts: Facts
-) -> jax.Array:
-    (m, k), n, dtype, transposed = rows.shape, facts.n, rows.dtype, facts.transposed
+    target: Target,
+    table: jax.Array,
+    rows: jax.Array,
+    matrices: jax.Array,
+    bias: jax.Array | None,
+    facts: Facts,
+    out: Any,
+) -> Any:
+    """Return the product of the table's tiles, as `out` says; or write it into `out`, a `jax.Ref`."""
+    k, n, dtype, transposed = rows.shape[1], facts.n, rows.dtype, facts.transposed
     columns, slots, buffers = tile_of(target, facts)
-    table = tiles_of(sizes, m)
     across, chunks, piece = -(-n // columns), k // CHUNK, _pieces(facts.out)
     blocks = min(target.cores, len(table) * across)
     # zeros for the rows after the last group, and up to the last tile's last column
@@ -335,9 +377,10 @@ def _matmul(
 
         _registers(target, wg, multiply, bring)
 
+    made = isinstance(out, jax.ShapeDtypeStruct)
     return plgpu.kernel(
         grouped_matmul,
-        out_type=jax.ShapeDtypeStruct((m, n), facts.out),
+        out_type=out if made else (),
         grid=(blocks,),
         grid_names=("block",),
         num_threads=WARPGROUPS + 1,
@@ -351,7 +394,7 @@ def _matmul(
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=slots),
         ],
         **target.gpu(),
-    )(table, rows, matrices, *biases)
+    )(table, rows, matrices, *biases, *([] if made else [out]))
 
 
 def _outer(target: Target, left: jax.Array, right: jax.Array, sizes: jax.Array, facts: Facts) -> jax.Array:

@@ -4,7 +4,7 @@
     y = grouped_stored_matmul(rows, weight, sizes)                                 # (m, k) -> (m, n)
 
 A matrix is unpacked where it is multiplied, so that no dense copy of all groups' matrices exists: by the TPU's kernel
-a tile at a time in VMEM, by XLA one group at a time.
+a tile at a time in VMEM, on Hopper some groups at a time, by XLA one group at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.derivatives import custom_vjp
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.grouped_stored_matmul import tpu, xla
+from pallas_kernels.grouped_stored_matmul import gpu, tpu, xla
 from pallas_kernels.grouped_stored_matmul.inputs import Facts, checked
 from pallas_kernels.stored_matmul import Packed
 
@@ -44,7 +44,8 @@ def grouped_stored_matmul(
       sizes: integers (groups,), the rows of each group; their sum is at most m.
       transposed: multiply by the transposed matrices.
       out_dtype: dtype of the product; by default the rows'.
-      implementation: "mosaic_tpu", "xla", or `None` for the best here.
+      implementation: "mosaic_tpu", "xla_chunks" (for Hopper: matrices unpacked by XLA, multiplied by the kernel of
+        `grouped_matmul`), "xla", or `None` for the best here.
 
     Returns:
       (m, n); (m, k) with `transposed`. 0 in rows after the last group.
@@ -58,6 +59,7 @@ def grouped_stored_matmul(
 
 IMPLEMENTATIONS = (
     Implementation("mosaic_tpu", ("tpu",), tpu.supported, tpu.run),
+    Implementation("xla_chunks", ("cuda",), gpu.supported, gpu.run),
     Implementation("xla", (), xla.supported, xla.run),
 )
 """Best first."""

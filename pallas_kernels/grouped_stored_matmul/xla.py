@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.arguments import varying
 from pallas_kernels.grouped_stored_matmul.inputs import Facts
 from pallas_kernels.stored_matmul.inputs import Packed
 from pallas_kernels.stored_matmul.reference import product
@@ -65,5 +66,6 @@ def run(target: Any, rows: jax.Array, weight: Packed, sizes: jax.Array, *, facts
         return t + 1, lax.dynamic_update_slice_in_dim(out, y, begin, 0)
 
     out = jnp.zeros((each.m + tile, each.k if each.transposed else each.n), each.out)
+    out, first = (varying(x, *map(jax.typeof, (rows, until, *jax.tree.leaves(weight)))) for x in (out, jnp.int32(0)))
     with jax.named_scope(f"about_{tiles_of(facts)}_iterations"):  # for planners, which see no lengths of groups
-        return lax.while_loop(lambda c: c[0] < until[-1], body, (jnp.int32(0), out))[1][: each.m]
+        return lax.while_loop(lambda c: c[0] < until[-1], body, (first, out))[1][: each.m]

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.stored_matmul.inputs import Facts, Packed, floats
@@ -13,18 +14,26 @@ from pallas_kernels.stored_matmul.inputs import Facts, Packed, floats
 
 def dense(weight: Packed) -> jax.Array:
     """Return the matrix (K, N) in float32."""
-    (k, n), bits = weight.shape, weight.numbers.bits
-    width = 8 * weight.codes.dtype.itemsize
-    shifts = jnp.arange(width, dtype=weight.codes.dtype)
-    stream = (weight.codes[:, None] >> shifts[:, None]) & 1  # (words, bits of a word, N)
-    stream = stream.reshape(k, bits, n).astype(jnp.int32)
-    codes = jnp.sum(stream << jnp.arange(bits, dtype=jnp.int32)[:, None], axis=1)
-    x = weight.numbers.decode(codes, weight.table)
+    k = weight.shape[0]
+    x = weight.numbers.decode(_codes(weight), weight.table)
     spread = lambda p: jnp.repeat(p, k // p.shape[0], axis=0)  # noqa: E731
     for name, combine in (("zero", jnp.subtract), ("scale", jnp.multiply), ("offset", jnp.add)):
         if (part := floats(weight, name)) is not None:
             x = combine(x, spread(part))
     return x
+
+
+def _codes(weight: Packed) -> jax.Array:
+    """Return each row's code, int32 (K, N)."""
+    (k, n), bits = weight.shape, weight.numbers.bits
+    width = 8 * weight.codes.dtype.itemsize
+    step = 1 if width % bits else bits  # bits one by one cost a loop for each code, and are needed where codes straddle
+    shifts = np.arange(0, width, step).astype(weight.codes.dtype)
+    pieces = (weight.codes[:, None] >> shifts[:, None]) & (2**step - 1)  # (words, pieces of a word, N)
+    pieces = pieces.reshape(k, bits // step, n).astype(jnp.int32)
+    if step == bits:
+        return pieces[:, 0]
+    return jnp.sum(pieces << jnp.arange(bits, dtype=jnp.int32)[:, None], axis=1)
 
 
 def product(x: jax.Array, weight: Packed, facts: Facts) -> jax.Array:

@@ -105,7 +105,7 @@ def backends(platform: str, kind: str) -> tuple[str, ...]:
         return ("mosaic_tpu", "xla")
     if platform != "gpu":
         return ("xla",)
-    return ("mosaic_gpu", "cudnn", "xla_tiles", "xla") if "NVIDIA" in kind else ("xla_tiles", "xla")
+    return ("mosaic_gpu", "cudnn", "xla_chunks", "xla_tiles", "xla") if "NVIDIA" in kind else ("xla_tiles", "xla")
 
 
 # one piece of work -------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from tests.pallas_kernels.works import works
 
 TABLE = Path(dispatch.__file__).parent / "PARITY.md"
 BACKENDS = ("xla", "mosaic_tpu", "mosaic_gpu")
-MORE = {"grouped_matmul": ("xla_tiles",)}
+MORE = {"grouped_matmul": ("xla_tiles",), "grouped_stored_matmul": ("xla_chunks",)}
 """Further implementations of an op."""
 THREADS = 8
 """Devices to simulate: the CPU client has this many threads, or one per core. Each warpgroup of an interpreted GPU

@@ -71,6 +71,12 @@ def test_other_seeds_draw_other_data_and_the_tables_stay():
     assert comparison.draws(2, None) == 2
 
 
+def test_every_op_makes_its_arrays_from_a_seed():
+    first = {work.op: work for work in reversed(list(works.works()))}
+    for work in first.values():
+        assert jax.tree.leaves(work.make(7).arrays), work.op
+
+
 # processes ---------------------------------------------------------------------------------------------------------
 
 STUB = """

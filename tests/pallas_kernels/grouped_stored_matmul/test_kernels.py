@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxscale.testing.ops import allowed, error_of
 from pallas_kernels import tiles
@@ -84,6 +85,14 @@ def test_xla_holds_one_group_s_matrix_at_a_time():
     like = jax.ShapeDtypeStruct
     compiled = jax.jit(grouped_stored_matmul).lower(like((m, k), "float32"), weight, like((groups,), "int32")).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < groups * k * n  # a quarter of all matrices in float32
+
+
+def test_xla_runs_where_jax_checks_what_differs_between_devices():
+    rows, weight, sizes, _ = arrays("int8", 64, 24, 180)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    product = lambda r: grouped_stored_matmul(r, weight, sizes, implementation="xla")  # noqa: E731
+    got = jax.jit(jax.shard_map(product, mesh=mesh, in_specs=P("x"), out_specs=P("x")))(jnp.tile(rows, (2, 1)))
+    np.testing.assert_array_equal(got, jnp.tile(jax.jit(product)(rows), (2, 1)))
 
 
 def test_a_tile_of_xla_has_about_twice_a_group_s_rows():

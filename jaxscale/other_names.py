@@ -63,7 +63,8 @@ tied: tiewordembeddings tieembeddings tieweights weighttying logitsviaembedding
 attention: useflash useflashattention flashattention attentiontype attnimpl attnimplementation attnbackend
 scan: scanlayers
 positions: positionalembedding positionembeddingtype posemb
-dropout: dropoutrate attentiondropout hiddendropout
+dropout: dropoutrate hiddendropout residpdrop residualdropout
+attention_dropout: attnpdrop attndropout attentionprobsdropoutprob
 windows: slidingwindow slidingwindowsize
 logit_softcap: finallogitsoftcap finallogitsoftcapping finallogitssoftcap
 attention_softcap: attnlogitsoftcap attnlogitsoftcapping attnlogitssoftcap

@@ -145,7 +145,9 @@ def observable(model: ModelConfig) -> ModelConfig:
             f"recipes with calibration need the layers of a Transformer, and this is a {type(model).__name__}; use "
             "RoundToNearest or HQQ"
         )
-    return dataclasses.replace(model.dropless(), scan=False, memory="none", overlap=(), dropout=0.0)
+    return dataclasses.replace(
+        model.dropless(), scan=False, memory="none", overlap=(), dropout=0.0, attention_dropout=0.0
+    )  # fmt: skip
 
 
 def batches_of(config: TrainConfig, data: Corpus | None, rows: int, batch: int, widest: int) -> list[Batch]:

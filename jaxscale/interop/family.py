@@ -98,8 +98,8 @@ def infos_of(config: TransformerConfig) -> Any:
 
 _OWN = frozenset(
     (
-        "memory", "scan", "attention", "overlap", "dropout", "dtype", "param_dtype", "stack", "parametrisation",
-        "embed_gradient",
+        "memory", "scan", "attention", "overlap", "dropout", "attention_dropout", "dtype", "param_dtype", "stack",
+        "parametrisation", "embed_gradient",
     )
 )  # fmt: skip
 """Fields of a config about how the model is computed and trained, which do not change its values."""

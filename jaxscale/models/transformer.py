@@ -411,6 +411,7 @@ def _make_group(c: TransformerConfig, group: Sequence[LayerSpec], rngs: nnx.Rngs
     out_scale = 1 / math.sqrt(2 * c.depth)  # keeps the residual stream's variance from growing with depth (GPT-2)
     blocks = []
     for layer in group:
+        drops = {"dropout": c.attention_dropout} if c.attention_dropout and layer.mixer.drops else {}
         attn = layer.mixer(
             z.width,
             z.heads,
@@ -428,6 +429,7 @@ def _make_group(c: TransformerConfig, group: Sequence[LayerSpec], rngs: nnx.Rngs
             norm_eps=c.norm_eps,
             overlap="attention" in c.overlap,
             rngs=rngs,
+            **drops,
             **types,
         )
         mixes, feeds = not isinstance(layer.mixer, NoMixer), layer.mlp is not NoFeedForward

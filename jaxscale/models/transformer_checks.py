@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from jaxscale.layout import Layout, current
 from jaxscale.models.block_config import BlockConfig
 from jaxscale.nn import (
     MADE_WITH,
+    AttentionLayer,
     CheckedKernel,
     ContextKernel,
     Embedding,
@@ -177,12 +179,41 @@ def check_transformer(c: TransformerConfig) -> None:
         )
     if not 0.0 <= c.dropout < 1.0:
         raise ConfigError(f"Transformer.dropout = {c.dropout}: must be at least 0 and below 1")
+    check_attention_dropout(c)
     for name in ("dtype", "param_dtype"):
         if getattr(c, name) not in ("float32", "bfloat16"):
             raise ConfigError(
                 f"Transformer.{name} = '{getattr(c, name)}' is not supported; use 'bfloat16' (which needs no loss "
                 "scaling) or 'float32'"
             )
+
+
+def check_attention_dropout(c: TransformerConfig) -> None:
+    """Check that a model's attention can drop weights, if it is set to.
+
+    Raises:
+      ConfigError: the rate is out of range, or the kernel or a layer of attention has no dropout.
+    """
+    rate = c.attention_dropout
+    if not 0.0 <= rate < 1.0:
+        raise ConfigError(f"Transformer.attention_dropout = {rate}: must be at least 0 and below 1")
+    if not rate:
+        return
+    mixers = [layer.mixer for layer in c.layer_specs()]
+    lacking = [m for m in mixers if not m.drops and AttentionLayer in type(m).__mro__]
+    if lacking or not any(m.drops for m in mixers):
+        name = type((lacking or mixers)[0]).__name__
+        raise ConfigError(
+            f"Transformer.attention_dropout = {rate}: {name} has no attention weights that can be dropped; set it to "
+            "0, or use MultiHead() in its place"
+        )
+    kernel = getattr(c.attention, "kernel", c.attention)
+    if "dropout" not in inspect.signature(kernel).parameters:
+        name = getattr(kernel, "__name__", type(kernel).__name__)
+        raise ConfigError(
+            f"Transformer.attention_dropout = {rate}: Transformer.attention = {name} has no argument dropout; use "
+            "flash_attention or dot_product_attention, or set it to 0"
+        )
 
 
 def _check_numbers(c: TransformerConfig) -> None:

@@ -106,6 +106,7 @@ class TransformerConfig:
       embed_gradient: factor on the gradient of the token embedding, 0.1 in GLM-130B (Zeng et al. 2022); that of a tied
         output head is not scaled.
       dropout: dropout probability on each sub-layer's output in training.
+      attention_dropout: probability that an attention weight is dropped in training, after the softmax.
       dtype: dtype of the computation; norms, softmax and loss are float32 in any case.
       param_dtype: dtype of the parameters.
       products: the numbers in which layers multiply with their matrices, such as `Int8()`, or a tuple of `ProductRule`;
@@ -162,6 +163,7 @@ class TransformerConfig:
     logit_scale: float = 1.0
     per_layer: PerLayer | None = None
     dropout: float = 0.0
+    attention_dropout: float = 0.0
     dtype: str = "float32"
     param_dtype: str = "float32"
     products: Products | ProductRule | tuple[ProductRule, ...] | None = None

@@ -13,7 +13,7 @@ import numpy as np
 from einops import rearrange
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxscale.config import register
 from jaxscale.layout import constrain
@@ -23,6 +23,7 @@ from jaxscale.nn.linear import Linear, into, out_of
 from jaxscale.nn.narrow import saved_as
 from jaxscale.nn.norms import QKNorm
 from jaxscale.nn.rotary import Rotary, rotate
+from pallas_kernels.flash_attention.dropout import dropped_from, keeps
 from pallas_kernels.flash_attention.masks import first_seen
 
 
@@ -137,6 +138,9 @@ def dot_product_attention(
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    dropout: float = 0.0,
+    dropout_seeds: UInt32[Array, "b h 2"] | None = None,
+    dropout_places: Int[Array, "b s"] | None = None,
 ) -> Any:
     """Softmax attention by `jax.nn.dot_product_attention`, which stores the S x S scores.
 
@@ -151,6 +155,9 @@ def dot_product_attention(
       softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
       scale: factor on the scores; `1 / sqrt(D)` by default.
       return_lse: also return the float32 log-sum-exp of the visible scores (B, S, H).
+      dropout: see `pallas_kernels.flash_attention.flash_attention`, which drops the same weights.
+      dropout_seeds: likewise.
+      dropout_places: likewise.
 
     Returns:
       (B, S, H, Dv) in v's dtype, or that and the log-sum-exp.
@@ -158,10 +165,17 @@ def dot_product_attention(
     mask = attention_mask(
         q.shape[1], k.shape[1], causal=causal, segment_ids=segment_ids, positions=positions, window=window
     )
-    if softcap is None and k.shape[-1] == v.shape[-1] and not return_lse:
+    if softcap is None and k.shape[-1] == v.shape[-1] and not return_lse and not dropout:
         return checkpoint_name(jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale), "attn_out")
     scores = masked_scores(q, k, mask, softcap=softcap, scale=scale)
-    out = weighted_values(jax.nn.softmax(scores, axis=-1), v)
+    weights = jax.nn.softmax(scores, axis=-1)
+    shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[1])
+    rate, drop = dropped_from(dropout, dropout_seeds, dropout_places, shape)
+    if drop is not None:
+        seeds = rearrange(drop.seeds, "b (kv group) word -> word b kv group 1 1", kv=k.shape[2])
+        of_q, of_k = drop.q_places[:, None, None, :, None], drop.k_places[:, None, None, None]
+        weights = jnp.where(keeps(rate, (seeds[0], seeds[1]), of_q, of_k), weights / (1 - rate), 0)
+    out = weighted_values(weights, v)
     if not return_lse:
         return out
     return out, rearrange(jax.nn.logsumexp(scores, axis=-1), "b kv group s -> b s (kv group)")
@@ -301,6 +315,7 @@ class Attention(nnx.Module):
       out_scale: multiplies the initial standard deviation of the output projection.
       norm_eps: epsilon of the query and key norms.
       overlap: see `FeedForward`.
+      dropout: probability that an attention weight is dropped, if the context has a key.
       dtype: dtype of the computation.
       param_dtype: dtype of the parameters.
       rngs: random streams of the initial values.
@@ -324,6 +339,7 @@ class Attention(nnx.Module):
         out_scale: float = 1.0,
         norm_eps: float = 1e-6,
         overlap: bool = False,
+        dropout: float = 0.0,
         dtype: jnp.dtype = jnp.float32,
         param_dtype: jnp.dtype = jnp.float32,
         rngs: nnx.Rngs,
@@ -337,7 +353,7 @@ class Attention(nnx.Module):
         self.q_norm = None if qk_norm is None else qk_norm.make("heads", heads, head_dim, **types)
         self.k_norm = None if qk_norm is None else qk_norm.make("kv_heads", kv_heads, head_dim, **types)
         self.kernel, self.rotary, self.overlap = kernel, rotary, overlap
-        self.window, self.softcap, self.scale = window, softcap, scale
+        self.window, self.softcap, self.scale, self.dropout = window, softcap, scale, dropout
         near = None if isinstance(kernel, CachedKernel) else window  # such a kernel reads all cached keys
         self.decode_state: DecodeState = KeyValues(kv_heads, head_dim, head_dim, dtype, window=near)
 
@@ -399,6 +415,7 @@ class Attention(nnx.Module):
             context.share("keys", context.cache, window=self.window)
             return out
         context.share("keys", (k, v), window=self.window)
+        options |= context.drops(self.dropout, q.shape[0], q.shape[2])
         return self.kernel(q, k, v, causal=True, **context.tokens(), **options)
 
     def beside(self) -> tuple[Linear, ...]:

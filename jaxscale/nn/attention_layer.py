@@ -145,6 +145,7 @@ class AttentionLayer(Mixer, Protocol):
 class MultiHead(AttentionLayer):
     """Multi-head, grouped-query or multi-query attention: `jaxscale.nn.Attention`."""
 
+    drops: ClassVar[bool] = True
     gives: ClassVar[tuple[str, ...]] = ("keys",)
     in_formulas: ClassVar[bool] = True
 
@@ -200,6 +201,7 @@ class MultiHeadLatent(AttentionLayer):
       ConfigError: a width below 1, or an odd `rotary_dim`.
     """
 
+    drops: ClassVar[bool] = True
     in_formulas: ClassVar[bool] = True
     kv_rank: int = 512
     q_rank: int | None = None

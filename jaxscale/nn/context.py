@@ -13,6 +13,9 @@ from jaxtyping import Array, Float, Int
 from jaxscale.layout import constrain
 from jaxscale.nn.cache import LayerCache, RunCache
 from jaxscale.nn.rotary import Rotary
+from pallas_kernels.flash_attention.dropout import threefry
+
+_ATTENTION = 0x61747464  # folded into a layer's key, so that other random numbers of the layer are not these
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +95,28 @@ class Context:
         """
         said_by_columns = self.segment_ids is not None and self.order is None
         return dict(segment_ids=self.segment_ids, positions=None if said_by_columns else self.positions)
+
+    def drops(self, rate: float, batch: int, heads: int) -> dict[str, Any]:
+        """Return an attention kernel's arguments for dropout: nothing without a rate or a key.
+
+        The seeds depend only on the layer's key, on each row's number in the step's batch and on the head.
+
+        Args:
+          rate: probability that a weight is dropped.
+          batch: number of rows.
+          heads: number of query heads.
+        """
+        if rate == 0.0 or self.key is None:
+            return {}
+        bits = jax.random.bits(jax.random.fold_in(self.key, _ATTENTION), (2,), jnp.uint32)
+        first, second = jax.lax.bitcast_convert_type(bits, jnp.int32)
+        rows = jnp.arange(batch, dtype=jnp.int32) if self.rows is None else self.rows.astype(jnp.int32)
+        words = jnp.stack(threefry((first, second), rows[:, None], jnp.arange(heads, dtype=jnp.int32)), axis=-1)
+        seeds = constrain(jax.lax.bitcast_convert_type(words, jnp.uint32), "batch", "heads", None)
+        drops: dict[str, Any] = dict(dropout=rate, dropout_seeds=seeds)
+        if self.order is not None:
+            drops["dropout_places"] = jnp.broadcast_to(self.order, (batch, *self.order.shape))
+        return drops
 
     def arrays(self) -> tuple[Any, ...]:
         """Return everything that can be traced, as a tree of arrays; the cache is not part of it."""

@@ -21,8 +21,9 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from jaxscale.config import register
 from jaxscale.errors import LayoutError
@@ -83,6 +84,9 @@ class ContextParallel:
         softcap: float | None = None,
         scale: float | None = None,
         return_lse: bool = False,
+        dropout: float = 0.0,
+        dropout_seeds: UInt32[Array, "b h 2"] | None = None,
+        dropout_places: Int[Array, "b s"] | None = None,
     ) -> Any:
         """Compute `dot_product_attention` of tokens in the order of `order`.
 
@@ -100,7 +104,8 @@ class ContextParallel:
             return flash_attention(
                 q, k, v, causal=causal, segment_ids=segment_ids, positions=positions, window=window, softcap=softcap,
                 scale=scale, return_lse=return_lse, deterministic=self.deterministic,
-                implementation=self.implementation,
+                implementation=self.implementation, dropout=dropout, dropout_seeds=dropout_seeds,
+                dropout_places=dropout_places,
             )  # fmt: skip
         if q.shape[1] != k.shape[1]:
             raise LayoutError(
@@ -109,13 +114,24 @@ class ContextParallel:
             )
         self.check(q.shape[1], q.shape[2], k.shape[2])
         kernel = self.deterministic, self.implementation
-        attend = Attend(causal, window, softcap, scale, *kernel, each=self._each(ring), return_lse=return_lse)
+        attend = Attend(
+            causal, window, softcap, scale, *kernel, each=self._each(ring), return_lse=return_lse, dropout=dropout
+        )
 
-        def local(q: Array, k: Array, v: Array, segments: Array | None, positions: Array | None) -> Any:
-            return self._over(q, k, v, attend.tokens(segments, positions), ring, attend)
+        def local(
+            q: Array, k: Array, v: Array, segments: Any, positions: Any, seeds: Any = None, places: Any = None
+        ) -> Any:
+            return self._over(q, k, v, attend.tokens(segments, positions, places, seeds), ring, attend)
 
+        drop: tuple[Any, Any] = None, None
+        if dropout:
+            drop = dropout_seeds, dropout_places
+            if dropout_places is None:
+                order = self.order(q.shape[1])
+                places = np.arange(q.shape[1]) if order is None else order
+                drop = dropout_seeds, jnp.broadcast_to(jnp.asarray(places, jnp.int32), q.shape[:2])
         tokens = segment_ids, positions
-        return over_devices(local, q, k, v, *tokens, keys="seq", name=name, return_lse=return_lse)
+        return over_devices(local, q, k, v, *tokens, *drop, keys="seq", name=name, return_lse=return_lse)
 
     def _ring(self) -> Ring | None:
         """Return the devices that the layout in force shards a sequence over, or `None`."""

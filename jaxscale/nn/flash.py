@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from jaxscale.config import register
 from jaxscale.errors import LayoutError
@@ -40,6 +40,9 @@ def flash_attention(
     return_lse: bool = False,
     deterministic: bool = False,
     implementation: str | None = None,
+    dropout: float = 0.0,
+    dropout_seeds: UInt32[Array, "b h 2"] | None = None,
+    dropout_places: Int[Array, "b s"] | None = None,
 ) -> Any:
     """Softmax attention without the S x S scores; sharded over batch and heads under a layout.
 
@@ -56,6 +59,9 @@ def flash_attention(
       return_lse: see `pallas_kernels.flash_attention.flash_attention`, as for the next two.
       deterministic: likewise.
       implementation: likewise.
+      dropout: likewise.
+      dropout_seeds: likewise.
+      dropout_places: likewise.
 
     Raises:
       LayoutError: the layout shards the sequence or `head_dim`, or heads and key heads over different mesh axes.
@@ -63,7 +69,9 @@ def flash_attention(
     """
     refuse_split("flash_attention", *WHOLE)
 
-    def local(q: Array, k: Array, v: Array, segment_ids: Array | None, positions: Array | None) -> Any:
+    def local(
+        q: Array, k: Array, v: Array, segment_ids: Any, positions: Any, seeds: Any = None, places: Any = None
+    ) -> Any:
         return _flash_attention(
             q,
             k,
@@ -77,10 +85,16 @@ def flash_attention(
             return_lse=return_lse,
             deterministic=deterministic,
             implementation=implementation,
+            dropout=dropout,
+            dropout_seeds=seeds,
+            dropout_places=places,
         )
 
     tokens = segment_ids, positions
-    return over_devices(local, q, k, v, *tokens, keys="kv_seq", name="flash_attention", return_lse=return_lse)
+    drop = (dropout_seeds, dropout_places) if dropout else (None, None)
+    return over_devices(
+        local, q, k, v, *tokens, *drop, keys="kv_seq", name="flash_attention", return_lse=return_lse
+    )  # fmt: skip
 
 
 def over_devices(
@@ -90,12 +104,16 @@ def over_devices(
     v: Float[Array, "b t kv dv"],
     segment_ids: Int[Array, "b s"] | None,
     positions: Int[Array, "b s"] | None,
+    seeds: UInt32[Array, "b h 2"] | None = None,
+    places: Int[Array, "b s"] | None = None,
     *,
     keys: str,
     name: str,
     return_lse: bool = False,
 ) -> Any:
     """Call `local(q, k, v, segment_ids, positions)` on every device's shards, under the layout in force.
+
+    With seeds of dropout it is `local(q, k, v, segment_ids, positions, seeds, places)`.
 
     Args:
       local: attention on one device, which gets the key heads that its query heads read.
@@ -104,6 +122,8 @@ def over_devices(
       v: global array.
       segment_ids: global array, or `None`.
       positions: global array, or `None`.
+      seeds: global array, or `None` without dropout.
+      places: global array, or `None`.
       keys: the logical axis of the keys' sequence.
       name: the attention's name, for errors.
       return_lse: `local` returns the output and its log-sum-exp.
@@ -115,20 +135,21 @@ def over_devices(
     groups = q.shape[2] // k.shape[2]
     over, whole = heads_over(k.shape[2], name)
     # Checked here, because inside `shard_map` values out of int32's range would wrap around.
-    named = {"segment_ids": segment_ids, "positions": positions}
+    named = {"segment_ids": segment_ids, "positions": positions, "dropout_places": places}
     tokens = [as_int32(name, n, x) for n, x in named.items() if x is not None]
+    drops = [] if seeds is None else [seeds]
 
     def read(q: Array, k: Array, v: Array, *rest: Array) -> Any:
-        remaining = iter(rest)
+        remaining = iter(rest[: len(tokens)])
         if whole:
             k, v = (heads_read_by(x, q.shape[2], groups, lax.axis_index(over)) for x in (k, v))
-        segments = None if segment_ids is None else next(remaining)
-        return local(q, k, v, segments, None if positions is None else next(remaining))
+        of_tokens = [None if x is None else next(remaining) for x in named.values()]
+        return local(q, k, v, *of_tokens[:2], *([] if seeds is None else [rest[-1], of_tokens[2]]))
 
     of_keys = ("batch", keys, "kv_heads", "head_dim")
-    axes = (_QUERIES, of_keys, of_keys, *[("batch", "seq")] * len(tokens))
+    axes = (_QUERIES, of_keys, of_keys, *[("batch", "seq")] * len(tokens), *[("batch", "heads", None)] * len(drops))
     out_axes = (_QUERIES, _QUERIES[:-1]) if return_lse else _QUERIES
-    return sharded_op(read, q, k, v, *tokens, axes=axes, out_axes=out_axes, name=f"{name}'s operand")
+    return sharded_op(read, q, k, v, *tokens, *drops, axes=axes, out_axes=out_axes, name=f"{name}'s operand")
 
 
 def heads_over(kv_heads: int, name: str) -> tuple[tuple[str, ...], bool]:

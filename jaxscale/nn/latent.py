@@ -45,6 +45,7 @@ class LatentAttention(nnx.Module):
       window: see `dot_product_attention`.
       softcap: see `dot_product_attention`.
       scale: factor on the scores; `MultiHeadLatent.score_scale` by default.
+      dropout: see `Attention`.
       out_scale: multiplies the initial standard deviation of the output projection.
       dtype: dtype of the computation.
       param_dtype: dtype of the parameters.
@@ -62,6 +63,7 @@ class LatentAttention(nnx.Module):
         window: int | None = None,
         softcap: float | None = None,
         scale: float | None = None,
+        dropout: float = 0.0,
         out_scale: float = 1.0,
         dtype: jnp.dtype = jnp.float32,
         param_dtype: jnp.dtype = jnp.float32,
@@ -82,6 +84,7 @@ class LatentAttention(nnx.Module):
         self.v = linear({"latent_in": z.kv_rank}, {"heads": heads, "head_dim": z.value_dim})
         self.out = linear({"heads": heads, "head_dim": z.value_dim}, stream, scale=out_scale)
         self.kernel, self.rotary, self.window, self.softcap = kernel, rotary, window, softcap
+        self.dropout = dropout
         self.scale = z.score_scale(0, rotary) if scale is None else scale
         self.dtype = dtype
         self.decode_state = KeyValues(1, z.kv_rank + z.rotary_dim, z.kv_rank, dtype, shared=True, window=window)
@@ -140,7 +143,8 @@ class LatentAttention(nnx.Module):
           context: the inputs that layers share.
           beside: the result of `beside`.
         """
-        return self.kernel(q, k, v, causal=True, **context.tokens(), **self._mask), {}
+        drops = context.drops(self.dropout, q.shape[0], q.shape[2])
+        return self.kernel(q, k, v, causal=True, **context.tokens(), **self._mask, **drops), {}
 
     def mix_cached(self, cache: LayerCache, q: Array, k: Array, latent: Array, beside: Any) -> Float[Array, "b s h l"]:
         """Append to a cache, and return each head's weighted sum of the cached latents.

@@ -16,7 +16,7 @@ MADE_WITH = (
     "kernel", "rotary", "window", "softcap", "scale", "qk_norm", "bias", "out_bias", "out_scale", "norm_eps", "overlap",
     "rngs", "dtype", "param_dtype",
 )  # fmt: skip
-"""The keyword arguments that every mixer is called with."""
+"""The keyword arguments that every mixer is called with; one that `drops` also with `dropout`, where it is not 0."""
 
 
 class Mixer(Protocol):
@@ -31,6 +31,7 @@ class Mixer(Protocol):
       windowed: it supports a window.
       any_order: it supports columns in the order of `Context.order`, as attention and `recurrence` do; else it needs
         them in their natural order.
+      drops: it is attention whose weights can be dropped: it is called with `dropout` if the model sets it.
       gives: what its layer hands to later layers of the pattern by `Context.share`: "memory", "keys", or nothing.
       in_formulas: the planner has formulas for its FLOPs and memory; else a run is planned by compiling.
     """
@@ -38,6 +39,7 @@ class Mixer(Protocol):
     widens: ClassVar[bool] = False
     windowed: ClassVar[bool] = False
     any_order: ClassVar[bool] = False
+    drops: ClassVar[bool] = False
     gives: ClassVar[tuple[str, ...]] = ()
     in_formulas: ClassVar[bool] = False
 

@@ -62,6 +62,9 @@ def flash_attention(
     deterministic: bool = False,
     implementation: str | None = None,
     blocks: Blocks | None = None,
+    dropout: float = 0.0,
+    dropout_seeds: ArrayLike | None = None,
+    dropout_places: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
 ) -> Any:
     """Return, for each query, the sum of the values that it sees, weighted by softmax (or sigmoid) of their scores.
 
@@ -89,6 +92,12 @@ def flash_attention(
       implementation: "mosaic_gpu", "cudnn", "mosaic_tpu", "xla" or "dense" (the S x T reference); `None` chooses the
         best here. The gradient uses a named implementation, too.
       blocks: an additional block-sparse mask, over indices.
+      dropout: probability with which a weight is dropped, at least 0 and below 1; others are divided by `1 - dropout`.
+        The log-sum-exp is that of all visible scores. Only for "softmax".
+      dropout_seeds: uint32 (B, H, 2), new ones in every step; with the places they decide which weights are dropped
+        (see `pallas_kernels.flash_attention.dropout`), the same ones in every implementation.
+      dropout_places: integers (B, S), or a pair for queries and keys: each token's place in its row, which tells it
+        from the others; by default its index.
 
     Returns:
       (B, S, H, Dv) in q's dtype, or that and the log-sum-exp. A row that sees nothing is 0, and so are its gradients.
@@ -110,6 +119,9 @@ def flash_attention(
         kind=kind,
         return_lse=return_lse,
         blocks=blocks,
+        dropout=dropout,
+        dropout_seeds=dropout_seeds,
+        dropout_places=dropout_places,
     )
     settings = Settings(mask, score, bool(return_lse), bool(deterministic), implementation)
     out, lse = _attend(inputs, settings)
@@ -133,6 +145,9 @@ def gradients(
     scale: float | None = None,
     deterministic: bool = False,
     implementation: str | None = None,
+    dropout: float = 0.0,
+    dropout_seeds: ArrayLike | None = None,
+    dropout_places: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return what some of the keys contribute to the cotangents, from the output and log-sum-exp over all keys.
 
@@ -156,6 +171,9 @@ def gradients(
       scale: factor on the scores.
       deterministic: return the same bits on every run.
       implementation: as for `flash_attention`, but not "dense".
+      dropout: as for `flash_attention`, like the next two.
+      dropout_seeds: likewise.
+      dropout_places: likewise.
 
     Returns:
       cotangents of q, k and v, in their dtypes.
@@ -181,6 +199,9 @@ def gradients(
         kind="softmax",
         return_lse=True,
         blocks=None,
+        dropout=dropout,
+        dropout_seeds=dropout_seeds,
+        dropout_places=dropout_places,
     )
     settings = Settings(mask, score, True, bool(deterministic), implementation)
     dlse = jnp.zeros_like(lse) if dlse is None else dlse
@@ -227,7 +248,7 @@ _LARGE = 65_536  # tokens from which a TPU, too, says why it has no kernel: XLA 
 
 
 def _run(direction: str, settings: Settings, inputs: Inputs, *others: Any) -> Any:
-    q, k, v, bias, tokens = inputs
+    q, k, v, bias, tokens, _ = inputs
     case = {
         "direction": direction,
         "settings": settings,

@@ -89,6 +89,7 @@ def supported(
             "cuDNN's window is causal; a window to both sides is left to XLA",
         ),
         (mask.causal and s != t, f"cuDNN would align {s} queries with the first of {t} keys, not the last; XLA does"),
+        (score.dropout > 0, "cuDNN's dropout would differ between layouts; dropout is left to XLA"),
         (settings.return_lse, "cuDNN has no gradient of the log-sum-exp; return_lse is left to XLA"),
         (settings.deterministic, "cuDNN's gradient may differ between runs; deterministic=True is left to XLA"),
         (d != dv, f"cuDNN needs values as wide as keys; widths {dv} and {d} are left to XLA"),

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.dispatch import device
+from pallas_kernels.flash_attention.dropout import Drop
 from pallas_kernels.flash_attention.inputs import Inputs, Kind, Score, Settings
 from pallas_kernels.flash_attention.masks import Mask, Tokens
 
@@ -30,6 +31,7 @@ def case(
     segments: bool = False,
     positions: bool = False,
     deterministic: bool = False,
+    dropout: float = 0.0,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return a function of local arrays and their shapes: one direction of one implementation, for the device in scope.
 
@@ -50,10 +52,11 @@ def case(
       segments: whether tokens have segment ids.
       positions: whether tokens have positions.
       deterministic: as for `flash_attention`.
+      dropout: as for `flash_attention`.
     """
     t = s if t is None else t
     settings = Settings(
-        mask, Score(kind, d**-0.5, softcap, -1.0 if kind == "sigmoid" else 0.0), False, deterministic, None
+        mask, Score(kind, d**-0.5, softcap, -1.0 if kind == "sigmoid" else 0.0, dropout), False, deterministic, None
     )
 
     def array(*shape: int, dtype: str = dtype) -> Any:
@@ -61,7 +64,8 @@ def case(
 
     ids = array(b, s, dtype="int32"), array(b, t, dtype="int32")
     tokens = Tokens(*(ids if segments else (None, None)), *(ids if positions else (None, None)))
-    inputs = Inputs(array(b, s, h, d), array(b, t, kv, d), array(b, t, kv, dv), None, tokens)
+    drop = Drop(array(b, h, 2, dtype="int32"), *ids) if dropout else None
+    inputs = Inputs(array(b, s, h, d), array(b, t, kv, d), array(b, t, kv, dv), None, tokens, drop)
     out, rows = array(b, s, h, dv), array(b, s, h, dtype="float32") if kind == "softmax" else None
     others = (out, rows, out, rows) if direction == "backward" else ()
     return lambda *arrays: run(device(), *arrays, direction=direction, settings=settings), (inputs, *others)

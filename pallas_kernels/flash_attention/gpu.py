@@ -59,6 +59,8 @@ def supported(
         return f"Hopper's tensor cores take {' and '.join(DTYPES)}, and {dtype} is left to XLA"
     if bias is not None:
         return "a bias is left to XLA; causal, window, segment_ids, positions and blocks have kernels"
+    if settings.score.dropout:
+        return "dropout is left to XLA, which computes its random bits tile by tile"
     d, dv = q[3], v[3]
     if d % 16 or dv % 16 or not (64 <= d <= 256 and 64 <= dv <= 256):
         return f"head widths have to be multiples of 16 from 64 to 256 in a kernel, not {d} and {dv}"
@@ -290,7 +292,7 @@ def _fill(x: jax.Array, tile: int, value: Any = 0) -> jax.Array:
 
 def _pack(inputs: Inputs, mask: Mask) -> Inputs:
     """Make query heads of a key head successive queries: (B, S, H, D) -> (B, S * H / K, K, D)."""
-    q, k, v, _, tokens = inputs
+    q, k, v, _, tokens, _ = inputs
     (b, s, h, d), (t, kv) = q.shape, k.shape[1:3]
     if tokens.q_positions is None and (mask.causal or mask.window is not None):
         stand = (jnp.arange(s, dtype=jnp.int32) + (t - s), jnp.arange(t, dtype=jnp.int32))

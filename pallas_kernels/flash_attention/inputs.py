@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.arguments import as_int32, finite
 from pallas_kernels.errors import KernelError
+from pallas_kernels.flash_attention.dropout import Drop, dropped_from
 from pallas_kernels.flash_attention.masks import Blocks, Mask, Tokens
 
 __all__ = ["Inputs", "Kind", "Score", "checked"]
@@ -28,6 +29,7 @@ class Inputs(NamedTuple):
       v: (B, T, K, Dv).
       bias: an array of rank 4 that broadcasts to (B, H, S, T), or `None`.
       tokens: segments and positions.
+      drop: what decides which weights are dropped, or `None`.
     """
 
     q: jax.Array
@@ -35,6 +37,7 @@ class Inputs(NamedTuple):
     v: jax.Array
     bias: jax.Array | None
     tokens: Tokens
+    drop: Drop | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +49,14 @@ class Score:
       scale: factor on q k.
       softcap: scores become `softcap * tanh(score / softcap)`, or `None`.
       shift: added to the scores.
+      dropout: probability that a weight is dropped, after the softmax; the others are divided by the rest.
     """
 
     kind: Kind
     scale: float
     softcap: float | None
     shift: float
+    dropout: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +93,9 @@ def checked(
     kind: str,
     return_lse: bool,
     blocks: Blocks | None,
+    dropout: Any = 0.0,
+    dropout_seeds: Any = None,
+    dropout_places: Any = None,
 ) -> tuple[Inputs, Mask, Score]:
     """Check and convert the arguments of `flash_attention`.
 
@@ -106,6 +114,9 @@ def checked(
         raise KernelError(
             "flash_attention: sigmoid attention has no log-sum-exp (its parts simply add); leave return_lse=False"
         )
+    rate, drop = dropped_from(dropout, dropout_seeds, dropout_places, (b, s, h, t))
+    if rate and kind == "sigmoid":
+        raise KernelError("flash_attention: only softmax attention has dropout; use kind='softmax' or dropout=0")
     if window is not None and (
         isinstance(window, bool) or not hasattr(window, "__index__") or not 1 <= int(window) < 2**31
     ):
@@ -123,9 +134,9 @@ def checked(
         _check_blocks(blocks, s, t)
     tokens = Tokens(*_tokens("segment_ids", segment_ids, b, s, t), *_tokens("positions", positions, b, s, t))
     return (
-        Inputs(q, k, v, bias, tokens),
+        Inputs(q, k, v, bias, tokens, drop),
         Mask(bool(causal), None if window is None else int(window), blocks),
-        Score("sigmoid" if kind == "sigmoid" else "softmax", d**-0.5 if scale is None else scale, softcap, shift),
+        Score("sigmoid" if kind == "sigmoid" else "softmax", d**-0.5 if scale is None else scale, softcap, shift, rate),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.flash_attention.dropout import keeps
 from pallas_kernels.flash_attention.inputs import Inputs, Score
 from pallas_kernels.flash_attention.masks import Mask, visible
 
@@ -16,7 +17,7 @@ __all__ = ["backward", "forward"]
 
 def forward(inputs: Inputs, mask: Mask, score: Score) -> tuple[jax.Array, jax.Array | None]:
     """Return the output in q's dtype, and the float32 log-sum-exp (B, S, H), `None` for sigmoid."""
-    q, k, v, bias, tokens = inputs
+    q, k, v, bias, tokens, drop = inputs
     b, s, h, d = q.shape
     t, kv = k.shape[1:3]
     heads = lambda x: jnp.repeat(x.astype(jnp.float32), h // kv, axis=2)  # noqa: E731
@@ -38,6 +39,10 @@ def forward(inputs: Inputs, mask: Mask, score: Score) -> tuple[jax.Array, jax.Ar
         weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores, 0) - full), 0)
         lse = jnp.where(some, full, -jnp.inf)[..., 0].transpose(0, 2, 1)
         lse = jnp.broadcast_to(lse, (b, s, h))
+    if drop is not None:
+        seeds = drop.seeds[:, :, None, None, 0], drop.seeds[:, :, None, None, 1]
+        keep = keeps(score.dropout, seeds, drop.q_places[:, None, :, None], drop.k_places[:, None, None])
+        weights = jnp.where(keep, weights / (1 - score.dropout), 0)
     return jnp.einsum("bhst,bthd->bshd", weights, heads(v)).astype(q.dtype), lse
 
 
@@ -45,6 +50,6 @@ def backward(
     inputs: Inputs, mask: Mask, score: Score, dout: jax.Array, dlse: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Return the cotangents of q, k, v and bias."""
-    *arrays, tokens = inputs
-    f = lambda q, k, v, bias: forward(Inputs(q, k, v, bias, tokens), mask, score)  # noqa: E731
+    *arrays, tokens, drop = inputs
+    f = lambda q, k, v, bias: forward(Inputs(q, k, v, bias, tokens, drop), mask, score)  # noqa: E731
     return jax.vjp(f, *arrays)[1]((dout, dlse))

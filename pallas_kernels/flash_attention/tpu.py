@@ -86,6 +86,10 @@ def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any
 
 CASES: dict[str, dict[str, Any]] = {
     "bfloat16 128 causal": {"mask": Mask(causal=True)},
+    "bfloat16 128 causal dropout": {"mask": Mask(causal=True), "dropout": 0.1},
+    "float32 256 causal dropout": {
+        "mask": Mask(causal=True), "dropout": 0.1, "d": 256, "dv": 256, "dtype": "float32",
+    },
     "bfloat16 64 causal": {"mask": Mask(causal=True), "d": 64, "dv": 64},
     "bfloat16 80": {"mask": Mask(), "d": 80, "dv": 80},
     "bfloat16 96 window segments": {"mask": Mask(causal=True, window=1000), "segments": True, "d": 96, "dv": 96},

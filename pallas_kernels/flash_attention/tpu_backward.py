@@ -17,7 +17,7 @@ from pallas_kernels.flash_attention import xla
 from pallas_kernels.flash_attention.inputs import Inputs, Score
 from pallas_kernels.flash_attention.masks import Mask
 from pallas_kernels.flash_attention.tpu_steps import LANES, Cut, Side
-from pallas_kernels.flash_attention.tpu_walk import ALL, Refs, Seen, column, lanes, product, scores, units, walk
+from pallas_kernels.flash_attention.tpu_walk import ALL, Keeps, Refs, Seen, column, lanes, product, scores, units, walk
 
 
 def backward(
@@ -61,11 +61,12 @@ def _of_queries(target: Target, cut: Cut, inputs: Inputs, score: Score, arrays: 
         for name in stats:
             refs[f"{name}_column"][...] = column(refs[name][...])
 
-    def add(refs: Refs, seen: Seen | None) -> None:
+    def add(refs: Refs, seen: Seen | None, keep: Keeps | None) -> None:
         key = refs["k"][...]
         tile_scores, slope = scores(refs["q"][...], key, score, seen and seen(ALL, ALL))
         dweights = product(refs["dout"][...], refs["v"][...], (1, 1))
         lse, delta = (lanes(refs[f"{n}_column"][...], cut.k_tile) for n in stats) if stats else (None, None)
+        dweights = _dropped(dweights, keep and keep(ALL, ALL), score)
         dscores = _gradient(key.dtype, tile_scores, slope, dweights, lse, delta)[1]
         refs["acc"][...] += product(dscores.astype(key.dtype), key, (1, 0))
 
@@ -76,7 +77,8 @@ def _of_queries(target: Target, cut: Cut, inputs: Inputs, score: Score, arrays: 
     scratch = {"acc": (cut.q_tile, width)} | {f"{n}_column": (cut.q_tile, LANES) for n in stats}
     own: Side = "queries"
     return walk(
-        target, cut, inputs.tokens, own, arrays, outs, scratch, begin=begin, add=add, end=end, products=3, rows=own
+        target, cut, inputs.tokens, inputs.drop, own, arrays, outs, scratch, begin=begin, add=add, end=end, products=3,
+        rows=own, rate=score.dropout,
     )["dq"]  # fmt: skip
 
 
@@ -90,12 +92,15 @@ def _of_keys(
         for name in ("dk", "dv"):
             refs[f"{name}_acc"][...] = jnp.zeros(refs[f"{name}_acc"].shape, jnp.float32)
 
-    def add(refs: Refs, seen: Seen | None) -> None:
+    def add(refs: Refs, seen: Seen | None, keep: Keeps | None) -> None:
         query, dout = refs["q"][...], refs["dout"][...]
         tile_scores, slope = scores(refs["k"][...], query, score, seen and seen(ALL, ALL))
         dweights = product(refs["v"][...], dout, (1, 1))
         lse, delta = (refs["lse"][...], refs["delta"][...]) if "lse" in refs else (None, None)
+        mine = keep and keep(ALL, ALL)
+        dweights = _dropped(dweights, mine, score)
         weights, dscores = _gradient(query.dtype, tile_scores, slope, dweights, lse, delta)
+        weights = _dropped(weights, mine, score)
         refs["dv_acc"][...] += product(weights.astype(dout.dtype), dout, (1, 0))
         refs["dk_acc"][...] += product(dscores.astype(query.dtype), query, (1, 0))
 
@@ -107,9 +112,15 @@ def _of_keys(
     scratch = {f"{name}_acc": (cut.k_tile, x.shape[3]) for name, x in outs.items()}
     own: Side = "keys"
     grads = walk(
-        target, cut, inputs.tokens, own, arrays, outs, scratch, begin=begin, add=add, end=end, products=4, rows=own
-    )
+        target, cut, inputs.tokens, inputs.drop, own, arrays, outs, scratch, begin=begin, add=add, end=end, products=4,
+        rows=own, rate=score.dropout,
+    )  # fmt: skip
     return grads["dk"], grads["dv"]
+
+
+def _dropped(x: jax.Array, keep: jax.Array | None, score: Score) -> jax.Array:
+    """Return a tile's weights after dropout, or the cotangent of its weights before."""
+    return x if keep is None else jnp.where(keep, x * (1 / (1 - score.dropout)), 0.0)
 
 
 def _gradient(

@@ -16,7 +16,7 @@ from pallas_kernels.dispatch import Target
 from pallas_kernels.flash_attention.inputs import Inputs, Score
 from pallas_kernels.flash_attention.masks import Mask
 from pallas_kernels.flash_attention.tpu_steps import Cut
-from pallas_kernels.flash_attention.tpu_walk import Refs, Seen, product, scores, units, walk
+from pallas_kernels.flash_attention.tpu_walk import Keeps, Refs, Seen, product, scores, units, walk
 
 PART = 256
 """Queries and keys of a part, as many as the matrix unit of a v6e has rows."""
@@ -40,7 +40,7 @@ def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[j
             refs["top"][...] = jnp.full((1, cut.q_tile), -jnp.inf, jnp.float32)
             refs["total"][...] = jnp.zeros((1, cut.q_tile), jnp.float32)
 
-    def add(refs: Refs, seen: Seen | None) -> None:
+    def add(refs: Refs, seen: Seen | None, keep: Keeps | None) -> None:
         parts = list(itertools.product(_parts(cut.q_tile), _parts(cut.k_tile)))
 
         def scored(queries: slice, keys: slice) -> jax.Array:
@@ -49,9 +49,9 @@ def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[j
         ready = [scored(*part) for part in parts[:AHEAD]]
         for n, (queries, keys) in enumerate(parts):
             ready += [scored(*part) for part in parts[n + AHEAD : n + AHEAD + 1]]
-            mix(refs, queries, refs["v"][keys], ready[n])
+            mix(refs, queries, refs["v"][keys], ready[n], keep and keep(keys, queries))
 
-    def mix(refs: Refs, queries: slice, value: jax.Array, part: jax.Array) -> None:
+    def mix(refs: Refs, queries: slice, value: jax.Array, part: jax.Array, keep: jax.Array | None) -> None:
         if not softmax:
             refs["acc"][:, queries] += product(value, jax.nn.sigmoid(part).astype(value.dtype), (0, 0))
             return
@@ -61,7 +61,8 @@ def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[j
         fade, weights = exp(top - finite), exp(part - finite)
         refs["top"][:, queries] = higher
         refs["total"][:, queries] = refs["total"][:, queries] * fade + weights.sum(0, keepdims=True)
-        mixed = product(value, weights.astype(value.dtype), (0, 0))
+        used = weights if keep is None else jnp.where(keep, weights, 0.0)
+        mixed = product(value, used.astype(value.dtype), (0, 0))
         refs["acc"][:, queries] = refs["acc"][:, queries] * fade + mixed
 
     def end(refs: Refs) -> None:
@@ -71,6 +72,8 @@ def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[j
             some = total != 0  # true for NaN, so that it shows in the result
             total = jnp.where(some, total, 1.0)
             acc = acc * (1 / total)
+            if score.dropout:
+                acc = acc * (1 / (1 - score.dropout))
             refs["lse"][...] = jnp.where(some, refs["top"][...] * (1 / unit) + jnp.log(total), -jnp.inf)
         refs["out"][...] = acc.T.astype(refs["out"].dtype)
 
@@ -83,6 +86,7 @@ def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[j
         target,
         cut,
         inputs.tokens,
+        inputs.drop,
         "queries",
         {"q": q, "k": k, "v": v},
         outs,
@@ -92,6 +96,7 @@ def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[j
         end=end,
         products=2,
         rows="keys",
+        rate=score.dropout,
     )
     return cut.narrow(results["out"], cut.s, inputs.v.shape[3]), cut.unrows(results["lse"]) if softmax else None
 

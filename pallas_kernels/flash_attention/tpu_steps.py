@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.dispatch import Target
+from pallas_kernels.flash_attention.dropout import Drop
 from pallas_kernels.flash_attention.inputs import Inputs
 from pallas_kernels.flash_attention.masks import SKIP, Mask, Tokens, tile_table, visits
 from pallas_kernels.tiles import lookup
 
 LANES = 128
-OF_KEYS = ("k", "v", "dk", "dv", "k_segments", "k_positions")
+OF_KEYS = ("k", "v", "dk", "dv", "k_segments", "k_positions", "k_places")
 """Arrays that are cut like the keys; the others are cut like the queries."""
 BEGIN, ADD_ALL, ADD_SEEN, END = 1, 2, 4, 8
 """Bits of a step's work: start a tile, add a fully visible tile, add a partly visible tile, write a tile."""
@@ -90,7 +91,7 @@ class Cut:
     @classmethod
     def of_inputs(cls, target: Target, kernel: str, inputs: Inputs, mask: Mask) -> Cut:
         """Make it from the table of tiles, for arrays."""
-        q, _, v, _, tokens = inputs
+        q, _, v, _, tokens, _ = inputs
         return cls.of(
             target,
             kernel,
@@ -119,10 +120,12 @@ class Cut:
         """Undo `rows`."""
         return x[:, :, 0].transpose(0, 2, 1)[:, : self.s]
 
-    def tokens(self, tokens: Tokens) -> dict[str, jax.Array]:
-        """Return segments and positions by name, as (B, 1, whole tiles)."""
-        padded = {}
-        for name, x in zip(Tokens._fields, tokens, strict=True):
+    def tokens(self, tokens: Tokens, drop: Drop | None) -> dict[str, jax.Array]:
+        """Return segments, positions and places by name, as (B, 1, whole tiles)."""
+        named, padded = tokens._asdict(), {}
+        if drop is not None:
+            named |= {"q_places": drop.q_places, "k_places": drop.k_places}
+        for name, x in named.items():
             if x is not None:
                 side: Side = "keys" if name in OF_KEYS else "queries"
                 padded[name] = jnp.pad(x, ((0, 0), (0, self._missing(side))))[:, None]

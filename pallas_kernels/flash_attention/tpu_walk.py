@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.dispatch import Target
+from pallas_kernels.flash_attention.dropout import Drop, keeps
 from pallas_kernels.flash_attention.inputs import Score
 from pallas_kernels.flash_attention.masks import Tokens, first_seen
 from pallas_kernels.flash_attention.tpu_steps import ADD_ALL, ADD_SEEN, BEGIN, END, LANES, OF_KEYS, Cut, Side, steps
@@ -38,6 +39,9 @@ Refs = Mapping[str, Any]
 Seen = Callable[[slice, slice], jax.Array]
 """Returns the boolean mask of some rows and columns of a tile's scores."""
 ALL = slice(None)
+
+Keeps = Callable[[slice, slice], jax.Array]
+"""Returns which weights of some rows and columns of a tile dropout keeps."""
 
 _ROWS = ("lse", "delta")
 
@@ -124,20 +128,35 @@ def _seen(cut: Cut, own: Side, rows: Side, refs: Refs, i: Any, j: Any) -> Seen:
     return seen
 
 
+def _keeps(rate: float, rows: Side, refs: Refs) -> Keeps:
+    """Apply `dropout.keeps`'s rule to a tile; a padded token has some place, and no weight."""
+    of_rows, along = ("q", "k") if rows == "queries" else ("k", "q")
+
+    def keep(first: slice, second: slice) -> jax.Array:
+        y = refs[f"{along}_places"][:, second]
+        x = lanes(refs["places_column"][first], y.shape[1])
+        seeds = refs["seeds"][0:1, 0:1], refs["seeds"][1:2, 0:1]
+        return keeps(rate, seeds, *((x, y) if of_rows == "q" else (y, x)))
+
+    return keep
+
+
 def walk(
     target: Target,
     cut: Cut,
     tokens: Tokens,
+    drop: Drop | None,
     own: Side,
     arrays: Mapping[str, jax.Array],
     outs: Mapping[str, jax.ShapeDtypeStruct],
     scratch: Mapping[str, tuple[int, int]],
     *,
     begin: Callable[[Refs], None],
-    add: Callable[[Refs, Seen | None], None],
+    add: Callable[[Refs, Seen | None, Keeps | None], None],
     end: Callable[[Refs], None],
     products: int,
     rows: Side,
+    rate: float = 0.0,
 ) -> dict[str, jax.Array]:
     """Run a kernel along its list of steps.
 
@@ -148,21 +167,24 @@ def walk(
       target: the device to compile for.
       cut: how arrays are cut into tiles.
       tokens: segments and positions.
+      drop: what decides which weights are dropped, or `None`.
       own: the side at whose tiles it stays.
       arrays: inputs, by their names in `Refs`: "q", "k", "v", "lse", ...
       outs: outputs, by their names in `Refs`.
       scratch: a name -> a float32 shape.
       begin: runs at a tile's first step.
-      add: runs for every visit, with the mask (rows, columns), or `None` for a fully visible tile.
+      add: runs for every visit, with the mask (rows, columns), or `None` for a fully visible tile; and with which
+        weights are kept (rows, columns), or `None` for all.
       end: runs at a tile's last step: writes the outputs.
       products: matrix products of a step, for the estimate of its cost.
       rows: the side whose tokens are the rows of scores.
+      rate: probability that a weight is dropped.
     """
     plan = steps(cut, tokens, own)
     groups = cut.h // cut.kv
     heads, inner = (cut.h, 1) if own == "queries" else (cut.kv, groups)
-    of_tokens = cut.tokens(tokens)
-    token_kinds = [n for n in ("segments", "positions") if f"q_{n}" in of_tokens]
+    of_tokens = cut.tokens(tokens, drop)
+    token_kinds = [n for n in ("segments", "positions", "places") if f"q_{n}" in of_tokens]
     row_tile = cut.q_tile if rows == "queries" else cut.k_tile
 
     def spec(name: str, x: Any) -> pl.BlockSpec:
@@ -180,13 +202,19 @@ def walk(
                 head = h
             else:  # a step without work copies nothing new
                 head = h * groups + (g if groups == 1 else jnp.where(todo_ref[n] == 0, groups - 1, g))
+            if name == "seeds":
+                return b, head, 0, 0
             return (b, head, 0, at) if name in _ROWS else (b, head, at, 0)
 
         if name in of_tokens:
             return pl.BlockSpec((None, 1, tile), place)
+        if name == "seeds":
+            return pl.BlockSpec((None, None, *x.shape[2:]), place)
         return pl.BlockSpec((None, None, 1, tile) if name in _ROWS else (None, None, tile, x.shape[3]), place)
 
     operands = {**arrays, **of_tokens}
+    if drop is not None:
+        operands["seeds"] = jnp.broadcast_to(drop.seeds[..., None], (*drop.seeds.shape, LANES))
     shapes = {**scratch, **{f"{n}_column": (row_tile, LANES) for n in token_kinds}}
     # outputs of the pieces before, which this piece's outputs share their memory with; never read
     before = {f"before_{n}": x for n, x in outs.items()} if len(plan.own) > 1 else {}
@@ -198,8 +226,10 @@ def walk(
         n = b * plan.length + n if plan.each else n
         i, j, todo = own_ref[n], other_ref[n], todo_ref[n]
 
-        def columns() -> None:
-            for name in token_kinds:
+        keep = None if drop is None else _keeps(rate, rows, refs)
+
+        def columns(kinds: list[str] = token_kinds) -> None:
+            for name in kinds:
                 refs[f"{name}_column"][...] = column(refs[f"{rows[0]}_{name}"][...])
 
         @pl.when((todo & BEGIN != 0) & (g == 0))
@@ -212,7 +242,9 @@ def walk(
 
             @pl.when(todo & ADD_ALL != 0)
             def _full() -> None:
-                add(refs, None)
+                if rows != own and keep is not None:
+                    columns(["places"])
+                add(refs, None, keep)
 
         if plan.may(ADD_SEEN):
 
@@ -220,7 +252,7 @@ def walk(
             def _partial() -> None:
                 if rows != own:
                     columns()
-                add(refs, _seen(cut, own, rows, refs, i, j))
+                add(refs, _seen(cut, own, rows, refs, i, j), keep)
 
         @pl.when((todo & END != 0) & (g == inner - 1))
         def _() -> None:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.flash_attention.dropout import Drop, keeps
 from pallas_kernels.flash_attention.inputs import Inputs, Score
 from pallas_kernels.flash_attention.masks import SKIP, Mask, Tokens, tile_table, visible
 
@@ -41,6 +42,7 @@ def forward(inputs: Inputs, mask: Mask, score: Score) -> tuple[jax.Array, jax.Ar
     # compute the masks of all tiles before the scan and store them, S x T for every head. Make them depend on q.
     numbers = jnp.arange(cut.nq), jnp.arange(cut.nk), jnp.asarray(cut.table)
     (rows, columns, table), inputs = lax.optimization_barrier((numbers, inputs))
+    cut = dataclasses.replace(cut, drop=inputs.drop)
     keys = cut.keys(inputs)
 
     def queries(xs: tuple[Any, ...]) -> tuple[jax.Array, jax.Array | None]:
@@ -50,7 +52,10 @@ def forward(inputs: Inputs, mask: Mask, score: Score) -> tuple[jax.Array, jax.Ar
 
         def step(carry: Any, xs: tuple[Any, ...]) -> tuple[Any, None]:
             j, (key, value), state = xs
-            add = lambda: _attend(carry, cut.scores(query, key, i, j)[0], value, score)  # noqa: E731
+
+            def add() -> Any:
+                return _attend(carry, cut.scores(query, key, i, j)[0], value, score, cut.keeps(query, key))
+
             return cut.unless_skipped(state, add, lambda: carry), None
 
         (acc, top, total), _ = lax.scan(step, start, (columns, keys, row))
@@ -58,6 +63,8 @@ def forward(inputs: Inputs, mask: Mask, score: Score) -> tuple[jax.Array, jax.Ar
             return acc.astype(inputs.q.dtype), None
         some = total != 0  # true for NaN, so that it shows in the result
         out = acc / jnp.where(some, total, 1)[..., None]
+        if score.dropout:
+            out = out / (1 - score.dropout)
         return out.astype(inputs.q.dtype), jnp.where(some, top + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
 
     out, lse = lax.map(queries, (rows, cut.queries(inputs.q, inputs.tokens), table))
@@ -117,8 +124,8 @@ def of_rows(out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array) ->
     return jnp.where(lse == -jnp.inf, 0, lse), delta
 
 
-def _attend(carry: Any, scores: jax.Array, value: jax.Array, score: Score) -> Any:
-    """Add one tile of keys, with scores of -inf where invisible."""
+def _attend(carry: Any, scores: jax.Array, value: jax.Array, score: Score, keep: jax.Array | None) -> Any:
+    """Add one tile of keys, with scores of -inf where invisible; the sum of weights is that before dropout."""
     acc, top, total = carry
     if score.kind == "sigmoid":
         weights = jax.nn.sigmoid(scores)
@@ -126,7 +133,8 @@ def _attend(carry: Any, scores: jax.Array, value: jax.Array, score: Score) -> An
     higher = jnp.maximum(top, scores.max(-1))
     finite = jnp.where(higher == -jnp.inf, 0, higher)
     fade, weights = jnp.exp(top - finite), jnp.exp(scores - finite[..., None])
-    mixed = _product("bkgqt,bktd->bkgqd", weights.astype(value.dtype), value)
+    used = weights if keep is None else jnp.where(keep, weights, 0)
+    mixed = _product("bkgqt,bktd->bkgqd", used.astype(value.dtype), value)
     return acc * fade[..., None] + mixed, higher, total * fade + weights.sum(-1)
 
 
@@ -136,6 +144,9 @@ def _gradients(
     """Return what one tile adds to the cotangents of its queries, keys, values and bias, in float32."""
     scores, slope = cut.scores(query, key, i, j)
     dweights = _product("bkgqd,bktd->bkgqt", dout, value)
+    keep = cut.keeps(query, key)
+    if keep is not None:
+        dweights = jnp.where(keep, dweights / (1 - cut.score.dropout), 0)
     if cut.score.kind == "sigmoid":
         weights = jax.nn.sigmoid(scores)
         dscores = dweights * weights * (1 - weights)
@@ -143,6 +154,7 @@ def _gradients(
         lse, delta = stat
         weights = jnp.exp(scores - lse[..., None])
         dscores = weights * (dweights - delta[..., None])
+    used = weights if keep is None else jnp.where(keep, weights / (1 - cut.score.dropout), 0)
     dbias = cut.sum_bias(dscores)
     if slope is not None:
         dscores = dscores * slope
@@ -150,7 +162,7 @@ def _gradients(
     return (
         _product("bkgqt,bktd->bkgqd", dscores, key.x),
         _product("bkgqt,bkgqd->bktd", dscores, query.x),
-        _product("bkgqt,bkgqd->bktd", weights.astype(dout.dtype), dout),
+        _product("bkgqt,bkgqd->bktd", used.astype(dout.dtype), dout),
         dbias,
     )
 
@@ -158,11 +170,12 @@ def _gradients(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """Queries or keys, one tile of them or all, with their segments and positions (B, length) or `None`."""
+    """Queries or keys, one tile of them or all, with their segments, positions and places (B, length) or `None`."""
 
     x: jax.Array
     segments: jax.Array | None
     positions: jax.Array | None
+    places: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +196,7 @@ class _Cut:
       bias: float32 (B or 1, K or 1, G or 1, padded S or 1, padded T or 1), or `None`.
       table: `tile_table`.
       skips: whether the table has, or may have, a tile to skip.
+      drop: what decides which weights are dropped, or `None`.
     """
 
     mask: Mask
@@ -198,6 +212,7 @@ class _Cut:
     bias: jax.Array | None
     table: Any
     skips: bool
+    drop: Drop | None
 
     @classmethod
     def of(cls, inputs: Inputs, mask: Mask, score: Score) -> _Cut:
@@ -216,7 +231,7 @@ class _Cut:
             bias = jnp.pad(bias.astype(jnp.float32), pad)
             heads = (kv, h // kv) if bias.shape[1] > 1 else (1, 1)
             bias = bias.reshape(bias.shape[0], *heads, *bias.shape[2:])
-        return cls(mask, score, s, t, h // kv, dv, q, k, nq, nk, bias, table, skips)
+        return cls(mask, score, s, t, h // kv, dv, q, k, nq, nk, bias, table, skips, inputs.drop)
 
     def split(self, x: jax.Array) -> jax.Array:
         """Return (B, S, H, D) as (nq, B, K, G, q, D)."""
@@ -232,7 +247,9 @@ class _Cut:
 
     def queries(self, x: jax.Array, tokens: Tokens) -> _Tile:
         """Return all queries, with tiles along the first axis."""
-        return _Tile(self.split(x), *(_rows(a, self.nq, self.q) for a in (tokens.q_segments, tokens.q_positions)))
+        places = None if self.drop is None else self.drop.q_places
+        rows = (_rows(a, self.nq, self.q) for a in (tokens.q_segments, tokens.q_positions, places))
+        return _Tile(self.split(x), *rows)
 
     def keys(self, inputs: Inputs) -> tuple[_Tile, jax.Array]:
         """Return all keys and values, with tiles along the first axis."""
@@ -242,7 +259,9 @@ class _Cut:
             x = jnp.pad(x, ((0, 0), (0, self.nk * self.k - t), (0, 0), (0, 0)))
             return x.reshape(b, self.nk, self.k, kv, d).transpose(1, 0, 3, 2, 4)
 
-        rows = (_rows(a, self.nk, self.k) for a in (inputs.tokens.k_segments, inputs.tokens.k_positions))
+        places = None if self.drop is None else self.drop.k_places
+        tokens = inputs.tokens
+        rows = (_rows(a, self.nk, self.k) for a in (tokens.k_segments, tokens.k_positions, places))
         return _Tile(split(inputs.k), *rows), split(inputs.v)
 
     def join_keys(self, x: jax.Array) -> jax.Array:
@@ -273,6 +292,15 @@ class _Cut:
             real = (k_index < self.t)[None, None]
             seen = real if seen is None else seen & real
         return (scores if seen is None else jnp.where(seen[:, None, None], scores, -jnp.inf)), slope
+
+    def keeps(self, query: _Tile, key: _Tile) -> jax.Array | None:
+        """Return which of a tile's weights are kept, (B, K, G, q, k); `None` for all."""
+        if self.drop is None or query.places is None or key.places is None:
+            return None
+        b, h, _ = self.drop.seeds.shape
+        seeds = self.drop.seeds.reshape(b, h // self.groups, self.groups, 1, 1, 2)
+        of_q, of_k = query.places[:, None, None, :, None], key.places[:, None, None, None]
+        return keeps(self.score.dropout, (seeds[..., 0], seeds[..., 1]), of_q, of_k)
 
     def _bias_tile(self) -> tuple[int, ...]:
         assert self.bias is not None

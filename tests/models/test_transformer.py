@@ -135,7 +135,7 @@ def test_every_option_is_on_in_some_row_of_the_table():
     plain = TransformerConfig()
     sizes = {"depth", "vocab", "width", "heads", "head_dim", "hidden"}
     elsewhere = {"attention", "dropout", "dtype", "embedding", "overlap", "param_dtype", "parametrisation", "products"}
-    elsewhere |= {"embed_gradient", "multi_token", "per_layer", "shared", "soft_prompt", "stack"}
+    elsewhere |= {"attention_dropout", "embed_gradient", "multi_token", "per_layer", "shared", "soft_prompt", "stack"}
     for field in TransformerConfig.__dataclass_fields__:
         if field not in sizes | elsewhere:
             assert any(getattr(c, field) != getattr(plain, field) for c in CONFIGS.values()), field

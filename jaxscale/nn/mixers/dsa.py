@@ -227,6 +227,7 @@ class DSA(MultiHeadLatent):
       ConfigError: a width below 1, or an `index_dim` below `rotary_dim`; a negative weight.
     """
 
+    drops: ClassVar[bool] = False
     windowed: ClassVar[bool] = False
     in_formulas: ClassVar[bool] = False
 

@@ -165,6 +165,7 @@ class Lizard(MultiHead):
 
     in_formulas: ClassVar[bool] = False
     widens: ClassVar[bool] = False
+    drops: ClassVar[bool] = False
     gives: ClassVar[tuple[str, ...]] = ()
     whole: ClassVar[bool] = False
 

@@ -92,7 +92,10 @@ def _gathered(tree: Tree, ring: Ring) -> Tree:
 def _kernel_options(q: Array, tokens: Tokens, ring: Ring, attend: Attend) -> dict[str, Any]:
     """Return the kernel's options."""
     options = {**attend.options, "causal": attend.causal, "window": attend.window}
-    every = _gathered(tokens, ring)
+    every = _gathered(tokens.of_keys(), ring)
+    if tokens.places is not None:
+        options |= {"dropout": attend.dropout, "dropout_seeds": tokens.seeds}
+        options["dropout_places"] = tokens.places, every.places
     if tokens.segments is not None:
         options["segment_ids"] = tokens.segments, every.segments
     if tokens.positions is not None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from jaxscale.layout.tensors import Tree
 from jaxscale.parallel.context.merge import Part, merge, nothing
@@ -47,15 +47,23 @@ class Ring:
 
 
 class Tokens(NamedTuple):
-    """Segment ids and positions of some tokens, for the mask.
+    """Segment ids and positions of some tokens, for the mask, and what dropout needs of them.
 
     Args:
       segments: int32 (B, length), or `None`.
       positions: int32 (B, length), or `None`.
+      places: int32 (B, length), the place of each token in the whole row, for dropout, or `None`.
+      seeds: uint32 (B, H, 2), of these queries' heads, for dropout; `None` for keys or without dropout.
     """
 
     segments: Int[Array, "b s"] | None = None
     positions: Int[Array, "b s"] | None = None
+    places: Int[Array, "b s"] | None = None
+    seeds: UInt32[Array, "b h 2"] | None = None
+
+    def of_keys(self) -> Tokens:
+        """Return these tokens as keys, which need no seeds."""
+        return self._replace(seeds=None)
 
 
 class Keys(NamedTuple):
@@ -101,6 +109,7 @@ class Attend:
       implementation: see `flash_attention`.
       each: chunks per device: 2 in zigzag order, else 1.
       return_lse: return the output in q's dtype, and its log-sum-exp.
+      dropout: probability that a weight is dropped.
     """
 
     causal: bool
@@ -111,6 +120,7 @@ class Attend:
     implementation: str | None
     each: int
     return_lse: bool = False
+    dropout: float = 0.0
 
     def result(self, part: Part) -> Any:
         """Return what the attention returns: the output, or with `return_lse` also the log-sum-exp."""
@@ -123,8 +133,14 @@ class Attend:
             softcap=self.softcap, scale=self.scale, deterministic=self.deterministic, implementation=self.implementation
         )
 
-    def tokens(self, segments: Array | None, positions: Array | None) -> Tokens:
-        """Return the segment ids and positions that the mask depends on.
+    def tokens(
+        self,
+        segments: Array | None,
+        positions: Array | None,
+        places: Array | None = None,
+        seeds: Array | None = None,
+    ) -> Tokens:
+        """Return the segment ids and positions that the mask depends on, and what dropout needs.
 
         Within a segment, tokens are in the order of their positions, so the causal mask does not need positions. A
         window does, since it depends on distances. Without segments, positions can be in any order.
@@ -132,9 +148,11 @@ class Attend:
         Args:
           segments: int32 (B, length), or `None`.
           positions: int32 (B, length), or `None`.
+          places: see `Tokens`.
+          seeds: see `Tokens`.
         """
         needed = self.window is not None or (self.causal and segments is None)
-        return Tokens(segments, positions if needed else None)
+        return Tokens(segments, positions if needed else None, places, seeds)
 
     def visits(self, ring: int, length: int, tokens: Tokens) -> tuple[Visit, ...]:
         """Return `jaxscale.parallel.context.visits` for `length` tokens per device.
@@ -230,6 +248,9 @@ class Attend:
         mine, theirs = queries.tokens, keys.tokens
         if mine.segments is not None and theirs.segments is not None:
             options["segment_ids"] = at.q(mine.segments), at.k(theirs.segments)
+        if mine.places is not None and theirs.places is not None:
+            places = at.q(mine.places), at.k(theirs.places)
+            options |= {"dropout": self.dropout, "dropout_seeds": mine.seeds, "dropout_places": places}
         has_positions = mine.positions is not None and theirs.positions is not None
         # Positions can be further apart than columns, so that a window can mask more than the slot's mask.
         if at.slot.mask == FULL and (self.window is None or not has_positions):

@@ -58,7 +58,7 @@ def _attend(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: At
 
 def _whole(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Attend) -> Part:
     queries, me = Queries(q, tokens), ring.index()
-    keys, (own, *others) = Keys(k, v, tokens), attend.visits(ring.size, q.shape[1], tokens)
+    keys, (own, *others) = Keys(k, v, tokens.of_keys()), attend.visits(ring.size, q.shape[1], tokens)
 
     def step(carry: tuple[Keys, Part], slots: tuple[Slot, ...], before: int, after: int) -> tuple[Keys, Part]:
         keys, part = carry
@@ -81,7 +81,7 @@ def _backward(ring: Ring, attend: Attend, residuals: Residuals, cotangent: Part)
     k, v, dout = again_after((k, v, dout))
     queries, me = Queries(q, tokens), ring.index()
     of_queries = Cotangent(dout, lse, delta(out, dout) - dlse)
-    keys, (own, *others) = Keys(k, v, tokens), attend.visits(ring.size, q.shape[1], tokens)
+    keys, (own, *others) = Keys(k, v, tokens.of_keys()), attend.visits(ring.size, q.shape[1], tokens)
 
     def step(carry: Tree, slots: tuple[Slot, ...], before: int, after: int) -> Tree:
         keys, dq, dkeys = carry

@@ -55,7 +55,7 @@ def _attend(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: At
 
 
 def _whole(q: Array, k: Array, v: Array, tokens: Tokens, ring: Ring, attend: Attend) -> Part:
-    keys, me = Keys(k, v, tokens), ring.index()
+    keys, me = Keys(k, v, tokens.of_keys()), ring.index()
     own, *others = attend.visits(ring.size, q.shape[1], tokens)
     coming = Queries(q, tokens)
     part, gone = attend.forward(coming, keys, own.slots, me, None), 0
@@ -82,7 +82,7 @@ def _backward(
     (q, k, v, tokens), (out, lse) = residuals
     dout, dlse = cotangent
     q, dout = again_after((q, dout))
-    keys, me = Keys(k, v, tokens), ring.index()
+    keys, me = Keys(k, v, tokens.of_keys()), ring.index()
     own, *others = attend.visits(ring.size, q.shape[1], tokens)
     coming = Queries(q, tokens), Cotangent(dout, lse, delta(out, dout) - dlse)
     (dq, dkeys), gone = attend.backward(coming[0], keys, coming[1], own.slots, me), 0

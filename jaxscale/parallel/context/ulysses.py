@@ -63,7 +63,12 @@ def ulysses_attention(
     def gathered(x: Array | None) -> Array | None:
         return None if x is None else chunks(lax.all_gather(x, ring.axes, axis=1, tiled=True, axis_index_groups=whole))
 
-    tokens = Tokens(gathered(tokens.segments), gathered(tokens.positions))
+    seeds = tokens.seeds
+    if seeds is not None:  # of the heads that the all-to-all leaves here
+        mine = seeds.shape[1] // ring.inner
+        seeds = lax.dynamic_slice_in_dim(seeds, lax.axis_index(ring.axes) % ring.inner * mine, mine, axis=1)
+    segments, positions, places = (gathered(x) for x in (tokens.segments, tokens.positions, tokens.places))
+    tokens = Tokens(segments, positions, places, seeds)
     out = ring_attention(together(q), together(k), together(v), tokens, ring, attend)
 
     def apart(x: Array) -> Array:

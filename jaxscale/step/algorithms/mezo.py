@@ -206,7 +206,7 @@ class MeZO(Algorithm):
             )
         if layout is None:
             return
-        if layout.stages > 1 and getattr(config.model, "dropout", False):
+        if layout.stages > 1 and any(getattr(config.model, name, 0) for name in ("dropout", "attention_dropout")):
             raise ConfigError(
                 f"{type(self).__name__} computes pipeline stages without dropout; set the model's dropout to 0, or use "
                 "a mesh without pipeline"

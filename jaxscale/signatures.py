@@ -103,6 +103,15 @@ def check_method(setting: str, part: Any, method: str, positional: Sequence[str]
 
 def _signature(part: Callable[..., Any]) -> inspect.Signature:
     """The signature of a part; of a class whose metaclass has its own `__call__` (Flax), that of the constructor."""
+    try:
+        hash(part)
+    except TypeError:  # a field, such as a list, is not hashable
+        return _signature_of.__wrapped__(part)
+    return _signature_of(part)
+
+
+@functools.lru_cache(1024)
+def _signature_of(part: Callable[..., Any]) -> inspect.Signature:
     if isinstance(part, type) and type(part).__call__ is not type.__call__:
         return inspect.Signature(list(parameters(part).values()))
     return inspect.signature(part)

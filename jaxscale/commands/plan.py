@@ -367,24 +367,30 @@ def progress() -> Iterator[Tell]:
     """Print the progress of a search to stderr: one live line on a terminal, elsewhere a line every few seconds."""
     from rich.console import Console
 
-    console, last = Console(stderr=True, highlight=False), (0.0, "")
+    console, last, best_yet = Console(stderr=True, highlight=False), (0.0, ""), ""
 
-    def line(what: str, done: int, total: int) -> str:
-        return f"{what} {done:,}" + (f" of {total:,}" if total else "")
+    def line(what: str, done: int, total: int, best: str) -> str:
+        nonlocal best_yet
+        best_yet = best or best_yet
+        return f"{what} {done:,}" + (f" of {total:,}" if total else "") + (f"; best so far {best}" if best else "")
 
-    if console.is_terminal:
-        with console.status("laying out") as status:
-            yield lambda what, done, total: status.update(line(what, done, total))
-        return
-
-    def say(what: str, done: int, total: int) -> None:
+    def say(what: str, done: int, total: int, best: str = "") -> None:
         nonlocal last
-        now = time.monotonic()
+        text, now = line(what, done, total, best), time.monotonic()
         if now - last[0] > EVERY or what != last[1]:
             last = now, what
-            print(line(what, done, total), file=sys.stderr, flush=True)
+            print(text, file=sys.stderr, flush=True)
 
-    yield say
+    try:
+        if console.is_terminal:
+            with console.status("laying out") as status:
+                yield lambda what, done, total, best="": status.update(line(what, done, total, best))
+        else:
+            yield say
+    except KeyboardInterrupt:
+        if best_yet:
+            print(f"the best so far: {best_yet}; no file was written", file=sys.stderr)
+        raise
 
 
 def show(result: Any, as_json: bool) -> None:

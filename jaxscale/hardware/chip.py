@@ -158,6 +158,7 @@ def chip(name: str) -> Chip:
     return read_chip(_FOLDER / f"{name}.json")
 
 
+@functools.cache
 def chip_of(device_kind: str) -> Chip | None:
     """Return the chip of a JAX device, or `None` if it is unknown, as a CPU is.
 

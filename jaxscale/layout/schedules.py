@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import get_args
@@ -45,33 +46,46 @@ def place(
     Raises:
       LayoutError: no op can run at some tick (a deadlock).
     """
+    items = range(chunks * microbatches)
+    every = [(p, s, k) for s in range(stages) for p in range(phases) for k in items]
     when: dict[Op, int] = {}
+    earliest = dict.fromkeys(every, 0)
+    missing: dict[Op, int] = {}
+    users: dict[Op, list[tuple[Op, int]]] = defaultdict(list)
+    free: dict[tuple[int, int], list[int]] = defaultdict(list)  # items of which all that they need has run
+    for p, s, k in every:
+        waits = needs((p, s, k), stages, microbatches, chunks, placement)
+        missing[p, s, k] = len(waits)
+        for op, gap in waits:
+            users[op].append(((p, s, k), gap))
+        if not waits:
+            free[s, p].append(k)
     rows: list[np.ndarray] = []
     done = np.zeros((stages, 3), int)
-    left = {(s, p): list(range(chunks * microbatches)) for s in range(stages) for p in range(phases)}
-    while any(left.values()):
+    while len(when) < len(every):
         tick, before = len(rows), len(when)
         rows.append(np.full((stages, 3), -1))
         for s in range(stages):
             for group in [(p,) for p in range(phases)] if several else [tuple(range(phases))]:
                 ready = []
                 for p in group:
-                    for k in left[s, p]:
-                        waits = needs((p, s, k), stages, microbatches, chunks, placement)
-                        if any(when.get(op, tick + 1) + gap > tick for op, gap in waits):
-                            continue
-                        order = rank(s, p, k, done[s])
-                        if order is not None:
+                    for k in free[s, p]:
+                        if earliest[p, s, k] <= tick and (order := rank(s, p, k, done[s])) is not None:
                             ready.append((order, p, k))
                 if ready:
                     _, p, k = min(ready)
                     rows[tick][s, p] = k
                     when[p, s, k] = tick
                     done[s, p] += 1
-                    left[s, p].remove(k)
+                    free[s, p].remove(k)
+                    for user, gap in users[p, s, k]:
+                        earliest[user] = max(earliest[user], tick + gap)
+                        missing[user] -= 1
+                        if not missing[user]:
+                            free[user[1], user[0]].append(user[2])
         if len(when) == before:
-            (s, p), items = next((key, items) for key, items in left.items() if items)
-            stuck = Table(name, stages, microbatches, chunks, np.empty((0, stages, 3)), phases).say((p, s, items[0]))
+            p, s, k = next(op for op in every if op not in when)
+            stuck = Table(name, stages, microbatches, chunks, np.empty((0, stages, 3)), phases).say((p, s, k))
             raise LayoutError(f"schedule '{name}' deadlocks: at tick {tick} no op can run, and {stuck} has not run yet")
     return Table(name, stages, microbatches, chunks, np.stack(rows), phases, placement)
 

@@ -29,7 +29,7 @@ from jaxscale.models.base import HasWidths, Parametrised, ScansLayers
 from jaxscale.nn import head_logits
 from jaxscale.optim import Constant
 from jaxscale.plan.activations import recorded
-from jaxscale.plan.search_front import Tell
+from jaxscale.plan.search_front import Tell, silent
 from jaxscale.step import TrainConfig, blueprint_of, step_of
 from jaxscale.step.prepare import prepare
 from jaxscale.step.state import TrainState
@@ -188,7 +188,7 @@ def coordcheck(
     steps: int = 4,
     seeds: int = 2,
     tolerance: float = TOLERANCE,
-    tell: Tell = lambda what, done, total: None,
+    tell: Tell = silent,
 ) -> CoordCheck:
     """Train a model at several widths for a few steps and measure the sizes of its activations.
 

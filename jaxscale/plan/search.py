@@ -1,20 +1,15 @@
 """Search for the fastest layout that fits in memory: by formulas first, then by compiling.
 
-The search is branch and bound. The lower bound of a candidate's time is that of its arithmetic, which takes about a
-millisecond to compute. If the candidate fits, the communication of its layout without recomputation and micro-batches
-is added to the bound; it is traced once for each layout. Candidates are evaluated fully in the order of their bounds,
-until the bound of the next one is too far above the fastest that fits; candidates that an evaluated one beats in both
-time and memory are skipped. A candidate fits if the upper end of its error bar does (`jaxscale.plan.error_bars`). No
-better candidate is missed where formulas give the memory; where the traced step gives it, none that takes no less than
-formulas say by twice their error bar. Finally the fastest candidates of the Pareto front are compiled. A run that no
-formula covers is searched by tracing steps (`jaxscale.plan.search_traced`), as many as there is time for.
+A run that formulas cover is searched by branch and bound (`jaxscale.plan.search_formulas`), any other by tracing steps
+(`jaxscale.plan.search_traced`), as many as there is time for. A candidate fits if the upper end of its error bar does
+(`jaxscale.plan.error_bars`). No faster candidate is missed where formulas give the memory; where the traced step gives
+it, none that takes no less than formulas say by twice their error bar. Finally the fastest candidates of the Pareto
+front are compiled.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import heapq
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -25,21 +20,14 @@ import jax
 from jaxscale.errors import ConfigError, JaxscaleError, LayoutError
 from jaxscale.hardware import Topology, topology
 from jaxscale.layout import Layout
-from jaxscale.plan.by_tracing import better_traced, with_traced_memory
-from jaxscale.plan.collectives import Collective
-from jaxscale.plan.communication import partition
 from jaxscale.plan.covered import NotCovered, covered
-from jaxscale.plan.error_bars import error_bar
 from jaxscale.plan.expert_loads import Loads
-from jaxscale.plan.memory import Estimate, estimate
-from jaxscale.plan.planner import Plan, check_trainable, plan_for, traced_work, why_not_compiled, with_budget
+from jaxscale.plan.planner import Plan, check_trainable, plan_for, why_not_compiled, with_budget
 from jaxscale.plan.printing import Printable, table_of
-from jaxscale.plan.roofline import step_time
+from jaxscale.plan.search_formulas import MORE, walk_formulas
 from jaxscale.plan.search_front import FittingCandidate, Tell, front, layout_of, nothing_fits, silent
 from jaxscale.plan.search_traced import TRACING, walk_traced
 from jaxscale.plan.space import Candidate, Space, candidates
-from jaxscale.plan.stand_ins import as_compiled
-from jaxscale.plan.work import work_of
 from jaxscale.renamed import renamed
 from jaxscale.step import TrainConfig
 from jaxscale.units import human_bytes, human_seconds
@@ -51,8 +39,6 @@ if TYPE_CHECKING:
 
 COMPILES = 4
 """Most programs that are compiled for one search."""
-
-NOTHING = Estimate(0, 0, 0, 0, 0, 0, 0.0)
 
 
 @renamed(how="basis")
@@ -66,7 +52,8 @@ class Search(Printable):
       hardware: the hardware that was searched for.
       within: the front has candidates up to this many times slower than the fastest.
       considered: number of candidates in the space.
-      refused: number of these that training would refuse (see `jaxscale.step.check_quickly`).
+      refused: number of these that training would refuse (see `jaxscale.step.check_quickly`), of those that were
+        checked: candidates that cannot be the fastest are not.
       worked_out: number of the others that were evaluated.
       fitting: number of these that fit.
       compiled: number of candidates that were compiled.
@@ -74,6 +61,7 @@ class Search(Printable):
       basis: "compiled", or "analytic" and the reason.
       tracing: seconds of tracing, if candidates were evaluated by tracing their steps; otherwise `None`.
       traced: why they were traced; "" if they were not.
+      left: number of candidates that are not faster but may take less memory, and were not evaluated fully.
     """
 
     winner: Plan
@@ -89,10 +77,11 @@ class Search(Printable):
     basis: str
     tracing: float | None = None
     traced: str = ""
+    left: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
-        names = ("within", "considered", "refused", "worked_out", "fitting", "compiled", "seconds", "tracing")
+        names = ("within", "considered", "refused", "worked_out", "fitting", "compiled", "seconds", "tracing", "left")
         front = [
             _words(f) | {"bytes": f.bytes, "host": f.host, "seconds": f.step.total, "mfu": f.step.mfu}
             | {"compiled": None if f.plan is None or f.plan.compiled is None else {
@@ -113,6 +102,8 @@ class Search(Printable):
             rest = f"; {left:,} candidates were not traced, and a faster one may be among them" if left else ""
             traced = f"{self.worked_out:,} steps were traced in {self.tracing:.0f} s, the simplest first"
             yield f"{self.traced}: {traced}{rest}\n"
+        if self.left:
+            yield f"up to {self.left:,} slower candidates that may take less memory were not traced\n"
         yield self.winner
 
 
@@ -125,6 +116,7 @@ def search(
     compiles: int = COMPILES,
     within: float = 1.25,
     tracing: float = TRACING,
+    more: int = MORE,
     loads: Loads | None = None,
     tell: Tell = silent,
     tokens: float | None = None,
@@ -141,8 +133,9 @@ def search(
       compiles: most programs to compile.
       within: the front has candidates up to this many times slower than the fastest.
       tracing: seconds after which no further step is traced, for a run that no formula covers.
+      more: most steps that are traced, once the fastest is known, for candidates that may take less memory.
       loads: of the model's experts, as for `plan_for`.
-      tell: progress callback: called with the activity, the number done, and the total (0 if unknown).
+      tell: progress callback: called with the activity, the number done, the total (0 if unknown), and the best so far.
       tokens: as for `plan_for`, for the winner.
       price: as for `plan_for`, for the winner.
       watts: as for `plan_for`, for the winner.
@@ -170,17 +163,18 @@ def search(
         if loads is not None:
             raise ConfigError(f"{e.why}; loads of experts change the formulas only, so leave loads out") from None
     every = list(_counted(candidates(config, target.devices, space or Space(), target.slices), tell))
-    allowed, refusal = _trainable(every)
-    if every and not allowed:
-        assert refusal is not None
-        raise refusal
-    traced_in, refused_by_layers = None, 0
+    traced_in, not_traced = None, 0
     if method == "formulas":
-        fitting_candidates, worked_out, fitting = _walk(allowed, target, within, tell, loads)
+        walked = walk_formulas(every, target, within, tell, loads, more)
+        fitting_candidates, worked_out, fitting = walked.candidates, walked.worked_out, walked.fitting
+        unfit, not_traced = walked.refused, walked.left
     else:
-        fitting_candidates, worked_out, fitting, refused_by_layers, traced_in = walk_traced(
-            allowed, target, within, tell, tracing
-        )
+        allowed, refusal = _trainable(every)
+        if every and not allowed:
+            assert refusal is not None
+            raise refusal
+        fitting_candidates, worked_out, fitting, unfit, traced_in = walk_traced(allowed, target, within, tell, tracing)
+        unfit += len(every) - len(allowed)
     best = front(fitting_candidates)
     done: dict[int, FittingCandidate] = {}
     refused: list[str] = []
@@ -202,9 +196,9 @@ def search(
         basis = f"{'compiled' if plans else 'analytic'}; the compiler refused {len(refused)}, first {refused[0]}"
     winner = with_budget(winner, tokens, price, watts)
     seconds = time.perf_counter() - began
-    unfit = len(every) - len(allowed) + refused_by_layers
     counts = len(every), unfit, worked_out, fitting, len(plans)
-    return Search(winner, best, target, within, *counts, seconds, basis, traced_in, "" if traced_in is None else method)
+    traced = "" if traced_in is None else method
+    return Search(winner, best, target, within, *counts, seconds, basis, traced_in, traced, not_traced)
 
 
 def _counted(every: Iterator[Candidate], tell: Tell) -> Iterator[Candidate]:
@@ -229,88 +223,6 @@ def _trainable(every: Sequence[Candidate]) -> tuple[list[Candidate], JaxscaleErr
         if refused[key] is None:
             allowed.append(c)
     return allowed, next((e for e in refused.values() if e is not None), None)
-
-
-def _walk(
-    every: Sequence[Candidate], target: Topology, within: float, tell: Tell, loads: Loads | None
-) -> tuple[list[FittingCandidate], int, int]:
-    """Evaluate candidates by formulas, in the order of their lower bounds (see the module's docstring).
-
-    Returns:
-      the candidates of the Pareto front that are at most `within` times slower than the fastest, and possibly some
-      that are not on the front; the number of candidates that were evaluated; and the number of these that fit.
-
-    Raises:
-      ConfigError: nothing fits.
-    """
-    bounds: list[tuple[float, int, bool]] = []  # seconds, a candidate's index, whether communication is included
-    for n, c in enumerate(every):
-        if n % 100 == 0:
-            tell("bounding", n, len(every))
-        if c.floor <= target.chip.capacity:
-            with contextlib.suppress(LayoutError):  # stages without layers, indivisible micro-batches
-                bounds.append((_at_least(c, target, ()), n, False))
-    total = len(bounds)
-    heapq.heapify(bounds)
-    results: list[FittingCandidate] = []
-    estimates: dict[int, Estimate] = {}
-    least: dict[int, int] = {}  # lower ends of their memory
-    sizes: dict[int, int] = {}  # upper ends of their error bars
-    sent: dict[Layout, tuple[Collective, ...]] = {}
-    fastest, worked_out, fitting = math.inf, 0, 0
-    while bounds and bounds[0][0] <= within * fastest:
-        bound, at, sends = heapq.heappop(bounds)
-        c = every[at]
-        with contextlib.suppress(LayoutError, ConfigError):  # a kernel refuses it
-            if not sends:
-                if worked_out % 20 == 0:
-                    tell("evaluating", worked_out, total)
-                worked_out += 1
-                estimates[at] = estimate(c.config, target)
-                traces = better_traced(c.config, target)  # if so, formulas only rule out what surely does not fit
-                low, sizes[at] = error_bar(c.config, target, estimates[at].device).bytes(estimates[at].device)
-                low = max(c.floor, 2 * low - estimates[at].device)  # one in ten lies outside of the bar
-                least[at] = low if traces else estimates[at].device
-                if (low if traces else sizes[at]) <= target.chip.capacity:
-                    fitting += not traces
-                    if layout_of(c) not in sent:
-                        sent[layout_of(c)] = _sends_at_least(c, target)
-                    heapq.heappush(bounds, (_at_least(c, target, sent[layout_of(c)]), at, True))
-            elif not any(f.step.total <= bound and f.bytes <= least[at] for f in results):
-                work, traced = traced_work(c.config, target, estimates[at], loads)
-                memory, method = with_traced_memory(estimates[at], c.config, target, traced)
-                if method == "traced":
-                    sizes[at] = error_bar(c.config, target, memory.device, method).bytes(memory.device)[1]
-                    if sizes[at] > target.chip.capacity:
-                        continue
-                    fitting += 1
-                step = step_time(work, target)
-                results.append(FittingCandidate(c, memory.device, memory.host, step))
-                fastest = min(fastest, step.total)
-    if not total:
-        sizes = {n: c.floor for n, c in enumerate(every)}
-    if not results and not sizes:
-        raise ConfigError(
-            f"no mesh of {target.devices} devices can be laid out for the model and its batch; try another number of "
-            "devices or another batch"
-        )
-    if not results:
-        closest = min(sizes, key=lambda at: sizes[at])
-        policy = f"with memory '{every[closest].policy}', {'may take' if total else 'takes for state alone'}"
-        raise ConfigError(nothing_fits(target, f"the closest, {layout_of(every[closest])} {policy}", sizes[closest]))
-    return [f for f in results if f.step.total <= within * fastest], worked_out, fitting
-
-
-def _at_least(c: Candidate, target: Topology, sent: Sequence[Collective]) -> float:
-    """Lower bound of a candidate's seconds: arithmetic without the optimizer's update, and some communication."""
-    return step_time(work_of(c.config, layout_of(c), NOTHING, sent), target).total
-
-
-def _sends_at_least(c: Candidate, target: Topology) -> tuple[Collective, ...]:
-    """Collectives of every candidate with the same layout: recomputation and micro-batches only add to these."""
-    model = dataclasses.replace(c.config.model, memory="none")  # type: ignore[type-var]
-    whole = dataclasses.replace(c.config, model=model, accumulate=1)
-    return tuple(as_compiled(partition(whole, target).collectives, target))
 
 
 def _compile(

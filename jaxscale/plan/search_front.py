@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from jaxscale.hardware import Topology
 from jaxscale.layout import Layout
@@ -13,11 +14,22 @@ from jaxscale.plan.roofline import StepTime
 from jaxscale.plan.space import Candidate
 from jaxscale.units import human_bytes
 
-Tell = Callable[[str, int, int], None]
-"""Progress callback: called with the activity, the number done, and the total (0 if unknown)."""
+
+class Tell(Protocol):
+    """Progress callback."""
+
+    def __call__(self, what: str, done: int, total: int, best: str = "") -> None:
+        """Report progress.
+
+        Args:
+          what: the activity.
+          done: the number done.
+          total: the total; 0 if unknown.
+          best: the best result so far, and the time left.
+        """
 
 
-def silent(what: str, done: int, total: int) -> None:
+def silent(what: str, done: int, total: int, best: str = "") -> None:
     """A `Tell` that reports nothing."""
 
 

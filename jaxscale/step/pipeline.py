@@ -107,8 +107,14 @@ def replicas_of(graphdef: nnx.GraphDef[Any], infos: Tree, layout: Layout) -> tup
 
 def _reports(graphdef: nnx.GraphDef[Any], infos: Tree) -> bool:
     """Return whether layers report statistics of all rows of a micro-batch together."""
-    model = nnx.merge(graphdef, infos)
-    return any(isinstance(node, nnx.Module) and reports(node) for _, node in nnx.iter_graph(model))
+    if graphdef not in _REPORTING:  # a search asks for a thousand layouts of one model
+        model = nnx.merge(graphdef, infos)
+        modules = (node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module))
+        _REPORTING[graphdef] = any(reports(node) for node in modules)
+    return _REPORTING[graphdef]
+
+
+_REPORTING: dict[nnx.GraphDef[Any], bool] = {}
 
 
 def _by_module(fn: Callable[..., jax.Array], values: Tree, infos: Tree) -> Tree:

@@ -12,6 +12,7 @@ import pytest
 
 import jaxscale as js
 from jaxscale.cli import main
+from jaxscale.commands.plan import progress
 from jaxscale.errors import ConfigError, LayoutError
 from jaxscale.hardware import Topology, topology
 from jaxscale.layout import Pipeline
@@ -20,6 +21,7 @@ from jaxscale.nn import MixtureOfExperts, RingAttention, UlyssesAttention, flash
 from jaxscale.plan import Space, plan_for, search
 from jaxscale.plan.error_bars import error_bar
 from jaxscale.plan.planner import Compiled
+from jaxscale.plan.search_formulas import walk_formulas
 from jaxscale.plan.space import axes_of, candidates, meshes
 from tests.truth.errors import raises_saying
 from tests.truth.runs import Bigram, write_gin
@@ -72,7 +74,7 @@ def test_what_is_found_is_the_best_of_all(every, share):
     memory = sizes[int(share * (len(sizes) - 1))]
     fitting = [(t, size) for t, size in every if size <= memory]
     upper = error_bar(CONFIG, devices_of(memory, 2), memory).bytes(memory)[1]
-    result = search(CONFIG, devices_of(upper, 2), space=SMALL, compile="never", within=1.5)
+    result = search(CONFIG, devices_of(upper, 2), space=SMALL, compile="never", within=1.5, more=99)
     assert result.winner.step.total == fitting[0][0] and result.winner.fits
     near = [(t, size) for t, size in fitting if t <= 1.5 * fitting[0][0]]
     front = [(t, size) for i, (t, size) in enumerate(near) if all(size < other for _, other in near[:i])]
@@ -83,6 +85,31 @@ def test_what_is_found_is_the_best_of_all(every, share):
 def test_what_cannot_be_the_fastest_is_not_worked_out(every):
     result = search(CONFIG, devices_of(2**40, 2), space=SMALL, compile="never", within=1)
     assert result.winner.step.total == every[0][0] and result.worked_out < result.considered == len(every)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "axes", "experts"),
+    [
+        ("v5p:2x2x1", ("fsdp", "tensor"), None),
+        ("h100:4", ("fsdp", "tensor"), None),
+        ("v5e:2x1*2", ("pipeline", "data", "fsdp"), None),
+        ("v5e:2x2", ("data", "expert"), MixtureOfExperts(experts=4, top_k=2)),
+    ],
+)
+def test_the_winner_is_that_of_an_exhaustive_search(name, axes, experts):
+    model = MODEL if experts is None else dataclasses.replace(MODEL, mlp=experts)
+    config, space = dataclasses.replace(CONFIG, model=model), dataclasses.replace(SMALL, axes=axes, accumulate=(1, 4))
+    target = topology(name)
+    plans = []
+    for c in candidates(config, target.devices, space, target.slices):
+        with contextlib.suppress(LayoutError, ConfigError):
+            plans.append(plan_for(c.config, target, compile="never"))
+    upper = sorted(plan.bytes_range[1] for plan in plans)[len(plans) // 3]
+    small = dataclasses.replace(target, chip=dataclasses.replace(target.chip, memory=upper, usable=None))
+    best = min(plan.step.total for plan in plans if plan.bytes_range[1] <= small.chip.capacity)
+    result = search(config, small, space=space, compile="never")
+    assert result.winner.step.total == best and result.winner.fits
 
 
 @pytest.mark.long
@@ -105,6 +132,13 @@ def test_at_most_four_are_compiled_and_the_fastest_of_those_that_fit_wins(monkey
     assert 1 < result.compiled == len(calls) <= 4
     assert result.winner.compiled is not None and result.winner.bytes == calls[1].bytes
     assert "does not fit" in str(result)
+
+
+def test_ctrl_c_prints_the_best_so_far(capfd):
+    with pytest.raises(KeyboardInterrupt), progress() as tell:
+        tell("evaluating", 1, 9, "fsdp=8, 2 s a step")
+        raise KeyboardInterrupt
+    assert "the best so far: fsdp=8, 2 s a step; no file was written" in capfd.readouterr().err
 
 
 def test_where_nothing_fits_the_closest_is_named():
@@ -223,7 +257,9 @@ def test_the_planned_file_is_not_overwritten(tmp_path, capfd):
 @pytest.mark.long
 def test_the_last_compilation_is_for_the_smallest_and_what_a_compiler_refuses_is_passed_over(monkeypatch):
     target, quiet = devices_of(2**40), lambda *_: None
-    result = searching.front(searching._walk(list(candidates(CONFIG, 4, SMALL)), target, 99.0, quiet, None)[0])
+    result = searching.front(
+        walk_formulas(list(candidates(CONFIG, 4, SMALL)), target, 99.0, quiet, None, 99).candidates
+    )
     assert len(result) > 3
     calls = []
 

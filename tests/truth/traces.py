@@ -12,7 +12,7 @@ from jaxscale.hardware import topology
 from jaxscale.plan.communication import partition as trace
 
 # By name: `jaxscale.plan.search` is also a function.
-_WHERE = [importlib.import_module(f"jaxscale.plan.{name}") for name in ("planner", "search", "by_tracing")]
+_WHERE = [importlib.import_module(f"jaxscale.plan.{name}") for name in ("planner", "search_formulas", "by_tracing")]
 
 
 def traced_once() -> Iterator[None]:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.arguments import varying
 from pallas_kernels.flash_attention.dropout import Drop, keeps
 from pallas_kernels.flash_attention.inputs import Inputs, Score
 from pallas_kernels.flash_attention.masks import SKIP, Mask, Tokens, tile_table, visible
@@ -43,12 +44,12 @@ def forward(inputs: Inputs, mask: Mask, score: Score) -> tuple[jax.Array, jax.Ar
     numbers = jnp.arange(cut.nq), jnp.arange(cut.nk), jnp.asarray(cut.table)
     (rows, columns, table), inputs = lax.optimization_barrier((numbers, inputs))
     cut = dataclasses.replace(cut, drop=inputs.drop)
-    keys = cut.keys(inputs)
+    keys, like = cut.keys(inputs), _like(inputs)
 
     def queries(xs: tuple[Any, ...]) -> tuple[jax.Array, jax.Array | None]:
         i, query, row = xs
         acc = jnp.zeros((*query.x.shape[:-1], cut.dv), jnp.float32)
-        start = (acc, *(jnp.full(acc.shape[:-1], x, jnp.float32) for x in (-jnp.inf, 0.0)))
+        start = like((acc, *(jnp.full(acc.shape[:-1], x, jnp.float32) for x in (-jnp.inf, 0.0))))
 
         def step(carry: Any, xs: tuple[Any, ...]) -> tuple[Any, None]:
             j, (key, value), state = xs
@@ -83,6 +84,7 @@ def backward(
     """Return the cotangents of q, k, v and bias."""
     cut = _Cut.of(inputs, mask, score)
     queries, douts, stats = cut.queries(inputs.q, inputs.tokens), cut.split(dout), None
+    like = _like((inputs, dout, dlse))
     if lse is not None and dlse is not None:
         stats = tuple(cut.split(x[..., None])[..., 0] for x in of_rows(out, lse, dout, dlse))
 
@@ -94,12 +96,12 @@ def backward(
             work = lambda: _gradients(cut, query, key, value, dout, stat, i, j)  # noqa: E731
 
             def nothing() -> Any:
-                return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(work))
+                return like(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(work)))
 
             dq, dk, dv, dbias = cut.unless_skipped(state, work, nothing)
             return (carry[0] + dk, carry[1] + dv), (dq, dbias)
 
-        start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (key.x, value))
+        start = like(tuple(jnp.zeros(x.shape, jnp.float32) for x in (key.x, value)))
         xs = (jnp.arange(cut.nq), queries, douts, stats, column)
         (dk, dv), (dq, dbias) = lax.scan(step, start, xs)
         total, constant = carry
@@ -107,7 +109,7 @@ def backward(
             constant, dbias = constant + dbias, None
         return (total + dq, constant), (dk, dv, dbias)
 
-    start = (jnp.zeros(queries.x.shape, jnp.float32), cut.no_bias())
+    start = like((jnp.zeros(queries.x.shape, jnp.float32), cut.no_bias()))
     (dq, constant), (dk, dv, dbias) = lax.scan(of_keys, start, (jnp.arange(cut.nk), cut.keys(inputs), cut.table.T))
     return (
         cut.join(dq).astype(inputs.q.dtype),
@@ -115,6 +117,12 @@ def backward(
         cut.join_keys(dv).astype(inputs.v.dtype),
         cut.join_bias(constant, dbias, inputs.bias),
     )
+
+
+def _like(arrays: Any) -> Callable[[Any], Any]:
+    """Return what makes arrays differ between devices of a `shard_map`, by their types, where any of `arrays` does."""
+    kinds = tuple(jax.typeof(x) for x in jax.tree.leaves(arrays))
+    return lambda tree: jax.tree.map(lambda x: varying(x, *kinds), tree)
 
 
 def of_rows(out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array) -> tuple[jax.Array, jax.Array]:

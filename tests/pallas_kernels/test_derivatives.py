@@ -264,6 +264,15 @@ def test_devices_of_a_shard_map_differentiate_their_own_parts_and_sum_what_they_
     pairs = [(sharded(lambda x, b: softmax(x + b)), sharded(lambda x, b: jax.nn.softmax(x + b)), bias)]
     plain = sharded(lambda x, w: jax.lax.ragged_dot(x, w, sizes))
     pairs += [(products(name), plain, matrices) for name in ("xla", "xla_tiles")]
+
+    def attention(implementation):
+        def attend(x, b):
+            q = jnp.concatenate([x, x])[None, :, None]  # 600 tokens on each device: some tiles are skipped
+            return flash_attention(q, q * b, q, causal=True, implementation=implementation)[0, :, 0]
+
+        return sharded(attend)
+
+    pairs.append((attention("xla"), attention("dense"), bias))
     for ours, theirs, shared in pairs:
         move = (x, shared), (x**2, shared * 2)
         grads = [jax.jit(jax.grad(lambda p, f=f: jnp.sum(f(x, p) ** 2)))(shared) for f in (ours, theirs)]

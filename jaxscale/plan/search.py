@@ -2,9 +2,10 @@
 
 A run that formulas cover is searched by branch and bound (`jaxscale.plan.search_formulas`), any other by tracing steps
 (`jaxscale.plan.search_traced`), as many as there is time for. A candidate fits if the upper end of its error bar does
-(`jaxscale.plan.error_bars`). No faster candidate is missed where formulas give the memory; where the traced step gives
-it, none that takes no less than formulas say by twice their error bar. Finally the fastest candidates of the Pareto
-front are compiled.
+(`jaxscale.plan.error_bars`). No faster candidate is missed where formulas give the memory. Where the traced step gives
+it, one is missed that takes less than formulas say by twice their error bar, or, in the layout of one that does not
+fit, as much as that one by formulas. Finally the fastest candidates of the Pareto front are compiled; if none of them
+fits, candidates that were left out are traced too.
 """
 
 from __future__ import annotations
@@ -164,10 +165,14 @@ def search(
             raise ConfigError(f"{e.why}; loads of experts change the formulas only, so leave loads out") from None
     every = list(_counted(candidates(config, target.devices, space or Space(), target.slices), tell))
     traced_in, not_traced = None, 0
+    compiling = compile != "never" and why is None
     if method == "formulas":
         walked = walk_formulas(every, target, within, tell, loads, more)
-        fitting_candidates, worked_out, fitting = walked.candidates, walked.worked_out, walked.fitting
-        unfit, not_traced = walked.refused, walked.left
+        best, done, refused = _compiled(walked.candidates, target, compiles * compiling, tell, loads)
+        if done and walked.left and not any(f.plan is not None and f.plan.fits for f in done.values()):
+            walked = walk_formulas(every, target, within, tell, loads, len(every))
+            best, done, refused = _compiled(walked.candidates, target, compiles, tell, loads)
+        worked_out, fitting, unfit, not_traced = walked.worked_out, walked.fitting, walked.refused, walked.left
     else:
         allowed, refusal = _trainable(every)
         if every and not allowed:
@@ -175,11 +180,7 @@ def search(
             raise refusal
         fitting_candidates, worked_out, fitting, unfit, traced_in = walk_traced(allowed, target, within, tell, tracing)
         unfit += len(every) - len(allowed)
-    best = front(fitting_candidates)
-    done: dict[int, FittingCandidate] = {}
-    refused: list[str] = []
-    if compile != "never" and why is None:
-        done, refused = _compile(best, target, compiles, tell, loads)
+        best, done, refused = _compiled(fitting_candidates, target, compiles * compiling, tell, loads)
     best = tuple(done.get(i, f) for i, f in enumerate(best))
     plans = [f.plan for f in best if f.plan is not None]
     fits = [plan for plan in plans if plan.fits]
@@ -225,16 +226,17 @@ def _trainable(every: Sequence[Candidate]) -> tuple[list[Candidate], JaxscaleErr
     return allowed, next((e for e in refused.values() if e is not None), None)
 
 
-def _compile(
-    best: Sequence[FittingCandidate], target: Topology, compiles: int, tell: Tell, loads: Loads | None
-) -> tuple[dict[int, FittingCandidate], list[str]]:
+def _compiled(
+    fitting: Sequence[FittingCandidate], target: Topology, compiles: int, tell: Tell, loads: Loads | None
+) -> tuple[tuple[FittingCandidate, ...], dict[int, FittingCandidate], list[str]]:
     """Compile the front from the fastest on, as long as the next candidate could still be the fastest.
 
     If none of the compiled candidates fits, the last compilation is for the smallest of the front.
 
     Returns:
-      compiled candidates by their index, and descriptions of those that the compiler refused.
+      the front, compiled candidates by their index in it, and descriptions of those that the compiler refused.
     """
+    best = front(fitting)
     done: dict[int, FittingCandidate] = {}
     refused: list[str] = []
     fastest = math.inf
@@ -253,7 +255,7 @@ def _compile(
         done[n] = dataclasses.replace(f, plan=plan)
         if plan.fits:
             fastest = min(fastest, plan.best.total)
-    return done, refused
+    return best, done, refused
 
 
 def _words(f: FittingCandidate) -> dict[str, Any]:

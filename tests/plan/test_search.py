@@ -112,12 +112,12 @@ def test_the_winner_is_that_of_an_exhaustive_search(name, axes, experts):
     assert result.winner.step.total == best and result.winner.fits
 
 
-@pytest.mark.long
-def test_at_most_four_are_compiled_and_the_fastest_of_those_that_fit_wins(monkeypatch):
+@pytest.fixture
+def compiled(monkeypatch):
+    """The plans for a compiler whose programs take half as long again, the first of which does not fit."""
     calls = []
 
     def pretend(config, target, *, compile, **_):
-        """A compiler whose programs take half as long again, the first of which does not fit."""
         plan = plan_for(config, target, compile="never")
         if compile == "never":
             return plan
@@ -128,10 +128,29 @@ def test_at_most_four_are_compiled_and_the_fastest_of_those_that_fit_wins(monkey
 
     monkeypatch.setattr(searching, "plan_for", pretend)
     monkeypatch.setattr(searching, "why_not_compiled", lambda target: None)
+    return calls
+
+
+@pytest.mark.long
+def test_at_most_four_are_compiled_and_the_fastest_of_those_that_fit_wins(compiled):
     result = search(CONFIG, devices_of(2**30), space=SMALL, within=2)
-    assert 1 < result.compiled == len(calls) <= 4
-    assert result.winner.compiled is not None and result.winner.bytes == calls[1].bytes
+    assert 1 < result.compiled == len(compiled) <= 4
+    assert result.winner.compiled is not None and result.winner.bytes == compiled[1].bytes
     assert "does not fit" in str(result)
+
+
+@pytest.mark.long
+def test_candidates_that_were_left_out_are_traced_if_none_that_was_compiled_fits(compiled, monkeypatch):
+    walks = []
+
+    def walk(*arguments):
+        walks.append(walk_formulas(*arguments))
+        return walks[-1]
+
+    monkeypatch.setattr(searching, "walk_formulas", walk)
+    result = search(CONFIG, devices_of(2**30), space=SMALL, within=2, more=0, compiles=1)
+    assert [one.left > 0 for one in walks] == [True, False] and len(walks[1].candidates) > len(walks[0].candidates)
+    assert result.winner.fits and len(compiled) == 2
 
 
 def test_ctrl_c_prints_the_best_so_far(capfd):

@@ -11,7 +11,7 @@ import numpy as np
 
 from pallas_kernels.errors import KernelError
 
-__all__ = ["as_int32", "finite", "summed", "varying"]
+__all__ = ["as_int32", "checks_devices", "finite", "summed", "varying"]
 
 
 def as_int32(op: str, name: str, value: Any) -> jax.Array:
@@ -90,6 +90,15 @@ def summed(cotangent: jax.Array, kind: Any) -> jax.Array:
     """
     same = _varies(jax.typeof(cotangent)) - _varies(kind)
     return jax.lax.psum(cotangent, tuple(sorted(same))) if same else cotangent
+
+
+def checks_devices(arrays: Any) -> bool:
+    """Return whether arrays are of a `shard_map` that checks what differs between devices, by their types.
+
+    Args:
+      arrays: a tree of arrays.
+    """
+    return any(_varies(jax.typeof(x)) for x in jax.tree.leaves(arrays))
 
 
 def _varies(kind: Any) -> frozenset[str]:

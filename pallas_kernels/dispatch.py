@@ -20,6 +20,7 @@ import jax
 from jax import lax
 
 from pallas_kernels import withdrawn
+from pallas_kernels.arguments import checks_devices
 from pallas_kernels.errors import KernelError
 
 __all__ = [
@@ -225,7 +226,7 @@ def dispatch(
     here = device()
     if implementation is not None:
         return _run_named(op, implementations, arrays, case, implementation, here)
-    fallback, (one, _) = implementations[-1], _best(op, implementations, here, case, large)
+    fallback, (one, _) = implementations[-1], _best(op, implementations, here, case, large, checks_devices(arrays))
     default = _bind(fallback, here, case)
     if one is fallback:
         return default(*arrays)
@@ -266,7 +267,12 @@ def _differentiated_once(op: str, kernel: Callable[..., Any]) -> Callable[..., A
 
 
 def _best(
-    op: str, implementations: Sequence[Implementation], target: Target, case: dict[str, Any], large: bool
+    op: str,
+    implementations: Sequence[Implementation],
+    target: Target,
+    case: dict[str, Any],
+    large: bool,
+    checked: bool = False,
 ) -> tuple[Implementation, Choice]:
     why_not: list[tuple[str, str]] = []
     for one in implementations:
@@ -274,7 +280,7 @@ def _best(
             if target.platform == "rocm" and "cuda" in one.platforms:
                 why_not.append((one.name, "it is for NVIDIA GPUs"))
             continue
-        why = _why_not(op, one, target, case)
+        why = _why_not(op, one, target, case, checked)
         if why is None:
             return one, _record(op, target, one, tuple(why_not), case, large)
         why_not.append((one.name, why))
@@ -299,7 +305,7 @@ def _run_named(
     if mode is not None and one.platforms:
         platform = one.platforms[0]
         target = Target(_STAND_IN[platform], platform, True, mode == "races", _INTERPRETED_CORES)
-    why = _why_not(op, one, target, case)
+    why = _why_not(op, one, target, case, checks_devices(arrays))
     if why is not None:
         raise KernelError(f"{op}: implementation='{name}' is not supported here: {why}")
     _record(op, target, one, (), case)
@@ -307,7 +313,7 @@ def _run_named(
     return (_differentiated_once(op, run) if one.platforms else run)(*arrays)
 
 
-def _why_not(op: str, one: Implementation, target: Target, case: dict[str, Any]) -> str | None:
+def _why_not(op: str, one: Implementation, target: Target, case: dict[str, Any], checked: bool = False) -> str | None:
     if one.platforms and target.platform not in one.platforms:
         return (
             f"it is for {' and '.join(one.platforms)}, and this is {target.kind or target.platform}; "
@@ -315,6 +321,8 @@ def _why_not(op: str, one: Implementation, target: Target, case: dict[str, Any])
         )
     if one.platforms and not target.interpret and (why := _unguarded()):
         return why
+    if checked and not target.interpret and one.name.startswith("mosaic"):
+        return "a shard_map that checks what differs between devices has no kernels; give it check_vma=False"
     if why := one.supported(target, **case):
         return why
     # A withdrawn kernel may be debugged in an interpreter. XLA is never withdrawn: it is the last choice.

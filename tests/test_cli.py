@@ -168,7 +168,7 @@ def test_resume_goes_on_with_the_runs_own_settings(run, finished):
 
 
 def test_resume_with_another_algorithm_names_the_setting(refused, finished):
-    words = ("cannot continue with another train.algorithm: leave it as it was, or start a new run", "opt_state/")
+    words = ("cannot continue with another train.algorithm; leave it as before, or start a new run", "opt_state/")
     binding = "--gin.train.algorithm=@CompressedGradients()"
     refused("train", "--resume", finished.path, "--gin.train.steps=6", binding, words=words)
 

@@ -144,11 +144,13 @@ def _window(text: str | None) -> tuple[int, int] | None:
 def _with_settings(e: OtherArrays, args: argparse.Namespace, bindings: list[str]) -> CheckpointError:
     """Return an error that begins with the settings which the command gives a run that it continues."""
     changed = [name for b in bindings if (name := b.partition("=")[0].strip()) != "train.steps"]
-    if not args.resume or not changed:
+    run = args.resume or args.run
+    if not (args.resume or args.go_on) or not run or not changed:
         return e
+    which, they = ("another", "it") if len(changed) == 1 else ("all of these other settings:", "those of the arrays")
     return CheckpointError(
-        f"{args.resume} cannot continue with another {' and '.join(changed)}: leave it as it was, or start a new run "
-        f"from its parameters with --from {args.resume}. ({e})"
+        f"{run} cannot continue with {which} {', '.join(changed)}; leave {they} as before, or start a new run (of the "
+        f"same model from its parameters: --from {run}). {e}"
     )
 
 

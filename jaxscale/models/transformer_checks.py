@@ -17,7 +17,6 @@ from jaxscale.layout import Layout, current
 from jaxscale.models.block_config import BlockConfig
 from jaxscale.nn import (
     MADE_WITH,
-    AttentionLayer,
     CheckedKernel,
     ContextKernel,
     Embedding,
@@ -200,11 +199,11 @@ def check_attention_dropout(c: TransformerConfig) -> None:
     if not rate:
         return
     mixers = [layer.mixer for layer in c.layer_specs()]
-    lacking = [m for m in mixers if not m.drops and AttentionLayer in type(m).__mro__]
+    lacking = [m for m in mixers if m.softmax and not m.drops]
     if lacking or not any(m.drops for m in mixers):
         name = type((lacking or mixers)[0]).__name__
         raise ConfigError(
-            f"Transformer.attention_dropout = {rate}: {name} has no attention weights that can be dropped; set it to "
+            f"Transformer.attention_dropout = {rate}: the weights of {name} cannot be dropped; set it to "
             "0, or use MultiHead() in its place"
         )
     kernel = getattr(c.attention, "kernel", c.attention)

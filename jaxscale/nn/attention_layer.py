@@ -75,6 +75,7 @@ class AttentionLayer(Mixer, Protocol):
       whole: without a window, a query reads all keys that the mask leaves.
     """
 
+    softmax: ClassVar[bool] = True
     whole: ClassVar[bool] = True
     widens: ClassVar[bool] = True
     windowed: ClassVar[bool] = True

@@ -31,7 +31,8 @@ class Mixer(Protocol):
       windowed: it supports a window.
       any_order: it supports columns in the order of `Context.order`, as attention and `recurrence` do; else it needs
         them in their natural order.
-      drops: it is attention whose weights can be dropped: it is called with `dropout` if the model sets it.
+      softmax: it weights values by a softmax, as attention does.
+      drops: its softmax's weights can be dropped: it is called with `dropout` if the model sets it.
       gives: what its layer hands to later layers of the pattern by `Context.share`: "memory", "keys", or nothing.
       in_formulas: the planner has formulas for its FLOPs and memory; else a run is planned by compiling.
     """
@@ -39,6 +40,7 @@ class Mixer(Protocol):
     widens: ClassVar[bool] = False
     windowed: ClassVar[bool] = False
     any_order: ClassVar[bool] = False
+    softmax: ClassVar[bool] = False
     drops: ClassVar[bool] = False
     gives: ClassVar[tuple[str, ...]] = ()
     in_formulas: ClassVar[bool] = False

@@ -149,6 +149,8 @@ def search(
         raise ConfigError(
             f"compiles = {compiles}: must be at least 1; to compile nothing, set compile='never' (--analytic)"
         )
+    if not within >= 1 or more < 0:
+        raise ConfigError(f"within = {within}, more = {more}: must be at least 1 and at least 0")
     began = time.perf_counter()
     target = topology(hardware) if isinstance(hardware, str) else hardware
     why = why_not_compiled(target)

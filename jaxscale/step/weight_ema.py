@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
-from jaxscale.layout import TensorInfo
+from jaxscale.layout import Layout, TensorInfo
 from jaxscale.optim import averages, state_infos
 from jaxscale.optim.base import Schedule
 from jaxscale.step.algorithm import NEXT_TOKEN, Algorithm, Metrics, Step, Tree
@@ -124,6 +124,10 @@ class WeightEMA(Algorithm):
         same = all(i.dtype == jnp.float32 for i in jax.tree.leaves(blueprint.infos))
         return "extra/average" if same and self.inner.weights_in(blueprint) == "params" else None
 
+    def note(self, layout: Layout | None) -> str | None:
+        """Return the note of the inner algorithm."""
+        return self.inner.note(layout)
+
     def round(self, blueprint: Blueprint) -> Round | None:
         """Return the exchanges of the inner algorithm."""
         return self.inner.round(blueprint)
@@ -134,6 +138,11 @@ class WeightEMA(Algorithm):
 
     def check(self, config: TrainConfig, blueprint: Blueprint) -> None:
         """Check that the optimizer is not schedule-free, and the inner algorithm's own conditions."""
+        if self.inner.meeting(blueprint) is not None:
+            raise ConfigError(
+                f"WeightEMA does not work with {self.inner.describe()}, whose processes exchange parameters between "
+                f"steps; set train.algorithm = @{type(self.inner).__name__}()"
+            )
         if averages(state_infos(blueprint.tx, blueprint.infos)):
             raise ConfigError(
                 "WeightEMA averages the parameters, but a schedule-free optimizer already evaluates its own average; "

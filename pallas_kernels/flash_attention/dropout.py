@@ -114,6 +114,8 @@ def dropped_from(rate: Any, seeds: Any, places: Any, shape: tuple[int, int, int,
         places = jnp.arange(s, dtype=jnp.int32)[None], jnp.arange(t, dtype=jnp.int32)[None]
     elif not isinstance(places, tuple):
         places = places, places
+    elif len(places) != 2:
+        raise KernelError(f"flash_attention: dropout_places are of queries and of keys, not {len(places)} arrays")
     q, k = (as_int32("flash_attention", "dropout_places", x) for x in places)
     for x, length, what in ((q, s, "queries"), (k, t, "keys")):
         if x.ndim != 2 or x.shape[0] not in (1, b) or x.shape[1] != length:

@@ -17,8 +17,10 @@ from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout
 from jaxscale.models import BlockConfig, TransformerConfig
 from jaxscale.nn import (
+    RAT,
     Attention,
     Context,
+    CrossDecoderAttention,
     GatedMultiHead,
     GatherAttention,
     Lizard,
@@ -173,8 +175,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     [
         ({"attention_dropout": 1.0}, ["attention_dropout = 1.0", "below 1"]),
         ({"attention": SigmoidAttention(length=16)}, ["SigmoidAttention has no argument dropout", "flash_attention"]),
-        ({"attention_layer": Lizard()}, ["Lizard has no attention weights", "MultiHead()"]),
-        ({"blocks": (BlockConfig(mixer=Mamba2()),)}, ["Mamba2 has no attention weights", "MultiHead()"]),
+        ({"attention_layer": Lizard()}, ["the weights of Lizard cannot be dropped", "MultiHead()"]),
+        ({"blocks": (BlockConfig(mixer=Mamba2()),)}, ["the weights of Mamba2 cannot be dropped", "MultiHead()"]),
+        ({"blocks": (BlockConfig(), BlockConfig(mixer=CrossDecoderAttention()))}, ["CrossDecoderAttention cannot be"]),
+        ({"blocks": (BlockConfig(), BlockConfig(mixer=RAT()))}, ["the weights of RAT cannot be dropped"]),
     ],
     ids=str,
 )

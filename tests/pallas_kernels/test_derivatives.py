@@ -248,6 +248,19 @@ def test_forward_mode_passes_through_scan_and_checkpoint():
     np.testing.assert_allclose(derivatives(step), derivatives(plain), rtol=1e-5, atol=1e-6)
 
 
+def test_a_shard_map_that_checks_what_differs_between_devices_has_no_kernels(monkeypatch):
+    monkeypatch.setattr(dispatch, "device", lambda: dispatch.Target("TPU v6 lite", "tpu"))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    for check, name in ((True, "xla"), (False, "mosaic_tpu")):
+        attend = partial(flash_attention, causal=True)
+        sharded = jax.shard_map(attend, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=check)
+        shape = jax.ShapeDtypeStruct((2, 1024, 2, 128), jnp.bfloat16)
+        with dispatch.choosing() as made:
+            jax.eval_shape(sharded, shape, shape, shape)
+        assert [choice.implementation for choice in made.values()] == [name]
+        assert not check or "give it check_vma=False" in dict(next(iter(made.values())).why_not)["mosaic_tpu"]
+
+
 def test_devices_of_a_shard_map_differentiate_their_own_parts_and_sum_what_they_share():
     """With JAX's check of what differs between devices, which is on by default."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

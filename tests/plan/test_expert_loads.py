@@ -27,7 +27,7 @@ from jaxscale.plan import plan_for, search
 from jaxscale.plan.collectives import Collective
 from jaxscale.plan.expert_loads import EVEN, Loads, loads_of, mixture_of, slowest_rows
 from jaxscale.plan.roofline import step_time
-from jaxscale.plan.search import NOTHING
+from jaxscale.plan.search_formulas import NOTHING
 from jaxscale.plan.space import Space
 from jaxscale.plan.work import work_of
 from jaxscale.step import TrainConfig

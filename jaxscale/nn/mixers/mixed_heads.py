@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -160,6 +160,8 @@ class MixedHeads(Mixer):
       ConfigError: more softmax heads than heads or fewer than 0, another word than "head" and "layer", or
         `by = "layer"` without a search.
     """
+
+    softmax: ClassVar[bool] = True
 
     any_order = True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -163,6 +163,8 @@ class NSA(Mixer):
     Raises:
       ConfigError: a number below 1; fewer than 3 selected blocks.
     """
+
+    softmax: ClassVar[bool] = True
 
     any_order = True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -131,6 +131,8 @@ class RAT(Mixer):
     Raises:
       ConfigError: a chunk, or a number of heads or groups, below 1.
     """
+
+    softmax: ClassVar[bool] = True
 
     any_order = True
 

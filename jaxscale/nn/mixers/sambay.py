@@ -264,6 +264,7 @@ class CrossDecoderAttention(_Reads):
         attention layer.
     """
 
+    softmax: ClassVar[bool] = True
     windowed: ClassVar[bool] = True
     reads: ClassVar[str] = "keys"
     givers: ClassVar[str] = "attention (@MultiHead())"

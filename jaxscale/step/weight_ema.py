@@ -138,11 +138,6 @@ class WeightEMA(Algorithm):
 
     def check(self, config: TrainConfig, blueprint: Blueprint) -> None:
         """Check that the optimizer is not schedule-free, and the inner algorithm's own conditions."""
-        if self.inner.meeting(blueprint) is not None:
-            raise ConfigError(
-                f"WeightEMA does not work with {self.inner.describe()}, whose processes exchange parameters between "
-                f"steps; set train.algorithm = @{type(self.inner).__name__}()"
-            )
         if averages(state_infos(blueprint.tx, blueprint.infos)):
             raise ConfigError(
                 "WeightEMA averages the parameters, but a schedule-free optimizer already evaluates its own average; "

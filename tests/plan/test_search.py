@@ -290,7 +290,7 @@ def test_the_last_compilation_is_for_the_smallest_and_what_a_compiler_refuses_is
         return dataclasses.replace(planned, compiled=Compiled(target.chip.capacity + 1, None, 0.0))
 
     monkeypatch.setattr(searching, "plan_for", plan)
-    done, refused = searching._compile(result, target, 3, quiet, None)
+    _, done, refused = searching._compiled(result, target, 3, quiet, None)
     assert calls == [result[0].candidate.config, result[1].candidate.config, result[-1].candidate.config]
     assert sorted(done) == [1, len(result) - 1] and "does not like it" in refused[0]
 

@@ -81,7 +81,7 @@ def test_the_seeds_of_a_row_and_a_head_are_their_own_and_no_other_dropouts():
             )
         ),
     ],
-    ids=str,
+    ids=lambda x: getattr(x, "__name__", str(x)),  # a function's text has its address, and workers must agree
 )
 def test_every_kernel_drops_the_same_weights_on_every_layout(layout, attend):
     """With equal scores and the unit matrix as values, the output is the mask itself."""

@@ -56,9 +56,11 @@ class Adaptation(Protocol):
 
     Attributes:
       passes: matrix products per trained parameter in a step, in addition to those of the frozen model.
+      in_any_order: whether `merged` treats stacked layers alike, so that their order may be that of pipeline stages.
     """
 
     passes: ClassVar[int]
+    in_any_order: ClassVar[bool]
 
     @property
     def infos(self) -> Tree:

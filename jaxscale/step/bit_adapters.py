@@ -105,6 +105,7 @@ class BitLayers:
     sites: tuple[Site, ...]
     infos: Tree
     passes: ClassVar[int] = 3
+    in_any_order: ClassVar[bool] = True
 
     @property
     def depth(self) -> int:

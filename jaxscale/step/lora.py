@@ -168,6 +168,7 @@ class LowRank:
     sites: tuple[Site, ...]
     infos: Tree
     passes: ClassVar[int] = 3
+    in_any_order: ClassVar[bool] = True
 
     @property
     def base(self) -> Tree:

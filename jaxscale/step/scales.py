@@ -76,6 +76,7 @@ class ScalesOf:
     base_format: WeightFormat
     infos: Tree
     passes: ClassVar[int] = 1
+    in_any_order: ClassVar[bool] = True
 
     @property
     def adapters(self) -> Tree:

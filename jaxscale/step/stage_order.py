@@ -29,7 +29,7 @@ Tree = Any
 AT_ONCE = 2**27
 """Bytes on a device of the arrays that one program puts in order; on a TPU it needs three times as many besides."""
 
-_FIELDS = ("params", "opt_state", "extra")
+_FIELDS = ("params", "opt_state", "extra", "frozen")
 
 
 class _Program(NamedTuple):
@@ -67,13 +67,14 @@ class StageOrder:
         """
         return self._converted(state, self._of_layers)
 
-    def weights_to_layers(self, params: Tree) -> Tree:
-        """Return parameters in this order with layers in the model's order; none is deleted.
+    def weights_to_layers(self, params: Tree, frozen: Tree) -> tuple[Tree, Tree]:
+        """Return trained and frozen parameters in this order with layers in the model's order; none is deleted.
 
         Args:
-          params: the model's parameters.
+          params: the trained parameters.
+          frozen: `TrainState.frozen`.
         """
-        return self._run(self._of_weights, params)
+        return self._run(self._of_weights, (params, frozen))
 
     @property
     def _layout(self) -> Layout:
@@ -101,14 +102,18 @@ class StageOrder:
 
     @functools.cached_property
     def _of_weights(self) -> list[_Program]:
-        infos = self.blueprint.infos
+        infos = (self.blueprint.infos, self.blueprint.frozen)
         return self._programs(infos, shardings_of(infos, self._layout), back=True)
 
     @property
     def _state(self) -> tuple[Tree, Tree]:
         """A `TensorInfo` and a sharding per array of the state that depends on the parameters."""
-        infos, places = self.blueprint.algorithm.infos(self.blueprint), self.blueprint.shardings()
-        return {name: infos[name] for name in _FIELDS}, {name: getattr(places, name) for name in _FIELDS}
+        places = self.blueprint.shardings()
+        return self._infos, {name: getattr(places, name) for name in _FIELDS}
+
+    @property
+    def _infos(self) -> dict[str, Tree]:
+        return {**self.blueprint.algorithm.infos(self.blueprint), "frozen": self.blueprint.frozen}
 
     def _programs(self, infos: Tree, places: Tree, *, back: bool, **options: Any) -> list[_Program]:
         """Return programs that change the order of the arrays of `infos`, of at most `AT_ONCE` bytes or one array."""
@@ -141,19 +146,19 @@ class StageOrder:
         Args:
           info: a parameter, or an array of its state.
         """
-        names = [str(name) for name in self.blueprint.infos["runs"]]
+        names = [str(name) for name in self._runs]
         run = re.search(r"(?:^|/)runs/([^/]+)/", info.path)
         return names.index(run[1]) if run and "layers" in info.axes else None
 
     @property
     def complete(self) -> bool:
         """Whether it can put each array of the state in order."""
-        state = self.blueprint.algorithm.infos(self.blueprint)
-        if any(i.host for i in jax.tree.leaves(state)) or any(
+        state = jax.tree.leaves(self._infos)
+        if any(i.host for i in state) or any(
             place.memory_kind == HOST for place in jax.tree.leaves(self.blueprint.shardings())
         ):
             return False
-        for info in jax.tree.leaves(state):
+        for info in state:
             run = self.run_of(info)
             stacks = run is not None and info.axes[0] == "layers" and info.shape[0] == self._repeats[run]
             if not stacks and ("layers" in info.axes or (not info.path and info.shape)):
@@ -162,24 +167,29 @@ class StageOrder:
 
     @functools.cached_property
     def _repeats(self) -> list[int]:
-        return [jax.tree.leaves(run)[0].shape[0] for run in self.blueprint.infos["runs"].values()]
+        return [jax.tree.leaves(run)[0].shape[0] for run in self._runs.values()]
+
+    @property
+    def _runs(self) -> Tree:
+        return self.blueprint.of_model().infos["runs"]
 
 
 def by_stage(blueprint: Blueprint) -> Blueprint:
     """Return the blueprint of steps that take a state in the order of pipeline stages, its `order`.
 
     The same blueprint is returned if stages hold neighbouring layers, or padding; if the model has no `runs` of layers
-    (steps refuse it); and if the order cannot be changed: with adapters, a state in host memory, an algorithm that is
-    not `in_any_order`, or an optimizer whose arrays have no logical axes.
+    (steps refuse it); and if the order cannot be changed: with a state in host memory, an algorithm or adapters that
+    are not `in_any_order`, or an optimizer whose arrays have no logical axes.
 
     Args:
       blueprint: the run's blueprint.
     """
-    if not is_pipelined(blueprint) or "runs" not in blueprint.infos:
+    model, adaptation = blueprint.of_model(), blueprint.adaptation
+    if not is_pipelined(blueprint) or "runs" not in model.infos:
         return blueprint
-    if blueprint.adaptation is not None or not blueprint.algorithm.in_any_order:
+    if not blueprint.algorithm.in_any_order or not (adaptation is None or adaptation.in_any_order):
         return blueprint
-    order = StageOrder(blueprint, stages := stages_of(blueprint))
+    order = StageOrder(blueprint, stages := stages_of(model))
     moved = any(stages.equal(n) and not stages.in_place(n) for n in range(len(stages.index)))
     return dataclasses.replace(blueprint, order=order) if moved and order.complete else blueprint
 

@@ -184,10 +184,10 @@ class Blueprint:
         Args:
           state: the training state.
         """
-        params = self.algorithm.weights(state)
+        params, frozen = self.algorithm.weights(state), state.frozen
         if self.order is not None:
-            params = self.order.weights_to_layers(params)
-        return self.model_params(params, state.frozen)
+            params, frozen = self.order.weights_to_layers(params, frozen)
+        return self.model_params(params, frozen)
 
     def model_params(self, params: Tree, frozen: Tree) -> Tree:
         """Return all parameters of the model, for `nnx.merge(graphdef, ...)`.

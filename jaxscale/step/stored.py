@@ -105,6 +105,7 @@ class NothingTrained:
     format: WeightFormat
     infos: Tree
     passes: ClassVar[int] = 0
+    in_any_order: ClassVar[bool] = False
 
     @property
     def adapters(self) -> Tree:

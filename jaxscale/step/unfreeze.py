@@ -90,6 +90,7 @@ class Subset:
     chosen: frozenset[str]
     reference: bool = False
     passes: ClassVar[int] = 1
+    in_any_order: ClassVar[bool] = True
 
     @property
     def adapters(self) -> Tree:

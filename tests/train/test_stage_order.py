@@ -11,10 +11,11 @@ import pytest
 import jaxscale as js
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
+from jaxscale.nn.formats import Stored
 from jaxscale.optim import AdamW
 from jaxscale.plan.collectives import collectives
 from jaxscale.plan.compile import compile_step
-from jaxscale.step import MeZO, TrainConfig, blueprint_of
+from jaxscale.step import LoRA, MeZO, TrainConfig, Unfreeze, blueprint_of, settled
 from jaxscale.step.snapshots import Snapshots
 from jaxscale.step.stage_order import by_stage, in_layers, in_stages
 from jaxscale.train.snapshots.taker import Taking
@@ -103,6 +104,46 @@ def test_no_step_sends_layers_to_other_stages(schedule):
     assert sum(c.sent for c in sent if c.times == 1) < layer / 10  # sums of the loss and the gradient's norm
 
 
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A run to start from."""
+    return fit(config(steps=1), run=tmp_path_factory.mktemp("base") / "run")
+
+
+ADAPTERS = {
+    "LoRA": LoRA(rank=2),
+    "LoRA beside 4 bits": LoRA(rank=2, base=Stored("int4", group=8)),
+    "some matrices": Unfreeze(("q", "embed")),
+    "no matrix of a layer": Unfreeze(("embed",)),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_frozen_layers_stay_on_their_stages_too(name, base):
+    def of(layout=None, **changes):
+        more = dict(start=js.train.FromRun(str(base.path)), adapters=ADAPTERS[name], eval_batches=1)
+        return settled(config(layout, **more, **changes))
+
+    layout = Layout("pipeline=2", pipeline="interleaved:2")
+    many, one = fit(of(layout, checkpoint_every=1, callbacks=(keep := Keep(),))), fit(of())
+    agree(many.state, one.state)
+    assert_leaves_agree(*(jax.device_get(run.state.frozen) for run in (many, one)))
+    for number in ("loss", "eval_loss"):
+        got, want = ([row[number] for row in run.metrics() if number in row] for run in (many, one))
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+    for other in (None, layout):
+        assert_same_bits(restored(many, 2, other).params, many.state.params)
+    fit(of(layout), run="here", until=1)
+    assert_same_bits(fit(of(layout), run="here", resume=True).state.params, many.state.params)
+    model = blueprint_of(of())[0]
+    want = jax.device_get(model.model_params(many.state.params, many.state.frozen))
+    assert_same_bits(keep.seen["checkpoint", 2], want)
+    sent = collectives(compile_step(of(layout), None), layout.sizes)
+    layer = sum(i.nbytes for i in jax.tree.leaves(model.of_model().infos["runs"])) // MODEL.depth
+    assert sum(c.sent for c in sent if c.times == 1) < layer / 10
+
+
 OPTIMIZERS = [
     "AdamW", "AdamW8bit", "Lion", "LAMB", "LARS", "Adafactor", "Muon", "SOAP", "ScheduleFreeAdamW", "ScheduleFreeSGD",
 ]  # fmt: skip
@@ -175,3 +216,21 @@ def test_a_state_is_put_in_order_again_bit_for_bit():
 def test_other_runs_have_layers_in_order(changes):
     blueprint = blueprint_of(config(**changes))[0]
     assert by_stage(blueprint) is blueprint
+
+
+def test_frozen_layers_are_put_in_order_with_their_adapters():
+    settings = config(V, adapters=LoRA(rank=2, targets=("q",)), start=js.train.FromRun("other"))
+    blueprint = by_stage(blueprint_of(settings)[0])
+    places = blueprint.shardings()
+
+    def numbered(info, place):
+        first, *rest = info.shape
+        return jax.device_put(np.broadcast_to(np.arange(first).reshape(first, *[1] * len(rest)), info.shape), place)
+
+    infos = blueprint.infos, blueprint.frozen
+    with V:
+        moved = blueprint.order.weights_to_layers(*jax.tree.map(numbered, infos, (places.params, places.frozen)))
+    for info, x in zip(jax.tree.leaves(infos), jax.device_get(jax.tree.leaves(moved)), strict=True):
+        layers = blueprint.order.stages.index[0].reshape(-1) if "layers" in info.axes else np.arange(len(x))
+        np.testing.assert_array_equal(x.reshape(len(x), -1)[layers, 0], np.arange(len(x)), info.path)
+    assert {i.path.split("/")[0] for i in jax.tree.leaves(infos)} > {"runs"}

@@ -4,8 +4,8 @@
     loss = linear_cross_entropy(x, w, targets)                    # float32, one per token
     loss, lse = linear_cross_entropy(x, w, targets, return_lse=True)
 
-Differentiable in x, w and weights in any mode (the gradient is XLA's). Under `jax.checkpoint`, a policy that saves the
-name "cut_lse" keeps the backward pass from running the forward pass again.
+Differentiable in x, w and weights; in forward mode and twice with "xla" and "dense". Under `jax.checkpoint`, a policy
+that saves the name "cut_lse" keeps the backward pass from running the forward pass again.
 
 For a vocabulary in shards, for example on several devices: call `parts` on each shard, merge them (`merge`), apply
 `Terms.losses`, and call `gradients` on each shard with the merged log-sum-exp.
@@ -88,8 +88,9 @@ def linear_cross_entropy(
         above this share of its token's largest coefficient, such as `BF16_FILTER`; 0 leaves out exact zeros only. The
         block size depends on the implementation; `filtered_share` returns how much is left out.
       w_layout: "ve" or "ev", needed where V is E.
-      implementation: "mosaic_tpu" or "mosaic_gpu" (with the gradient of "xla"), "xla", or "dense" (which stores the
-        logits); `None` chooses the best here. With "xla" and "dense" the gradient uses the same implementation.
+      implementation: "mosaic_tpu", "mosaic_gpu" (with the gradient of "xla"), "xla", or "dense" (which stores the
+        logits); `None` chooses the best here. But "mosaic_gpu", the gradient has the same implementation; filtered, a
+        kernel's is that of "xla".
 
     Returns:
       float32 of the targets' shape, or that and the log-sum-exp.
@@ -227,8 +228,13 @@ IMPLEMENTATIONS = (
 )
 """The implementations that `None` chooses from, best first."""
 
-_FORWARD_ONLY = ("mosaic_tpu", "mosaic_gpu")
-"""Kernels whose backward pass is XLA's, in chunks of the vocabulary."""
+
+def _backward_is_xla(implementation: str | None, direction: str, logits: Logits) -> bool:
+    """Whether a named kernel has no backward pass of its own: on GPUs, and of filtered gradients."""
+    if direction == "forward":
+        return False
+    return implementation == "mosaic_gpu" or (implementation == "mosaic_tpu" and logits.filter is not None)
+
 
 _BY_NAME = (Implementation("dense", (), _unfiltered, functools.partial(_run_plain, reference)),)
 """Implementations that are used only when they are named."""
@@ -258,7 +264,7 @@ def _run(
         "w_dtype": w.dtype.name,
         "dw_dtype": dw_dtype,
     }
-    if direction != "forward" and implementation in _FORWARD_ONLY:
+    if _backward_is_xla(implementation, direction, logits):
         implementation = "xla"
     implementations = IMPLEMENTATIONS if implementation is None else (*IMPLEMENTATIONS, *_BY_NAME)
     arrays = (Inputs(x, w, others[0]), *others[1:])

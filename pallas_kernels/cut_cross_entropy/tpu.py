@@ -1,10 +1,11 @@
-"""The forward pass of the loss on TPUs in Mosaic: a matrix product whose tiles are reduced in VMEM, not stored.
+"""The loss on TPUs in Mosaic: forward, a matrix product whose tiles are reduced in VMEM, not stored.
 
-The kernel keeps a tile of tokens, with whole vectors, and iterates over the vocabulary: w is read once for each tile of
-tokens, in its own order and dtype. Every token has 128 running maxima and sums (Milakov & Gimelshein 2018), one for
-each lane, so that adding a tile of logits needs no reduction across lanes; they are reduced at the last tile of words.
+The forward kernel keeps a tile of tokens, with whole vectors, and iterates over the vocabulary: w is read once for each
+tile of tokens, in its own order and dtype. Every token has 128 running maxima and sums (Milakov & Gimelshein 2018), one
+for each lane, so that adding a tile of logits needs no reduction across lanes; they are reduced at the last tile of
+words.
 
-The backward pass is XLA's, in chunks of the vocabulary (`xla.backward`).
+The backward pass is `tpu_backward`'s; with a filter it is XLA's, which leaves out smaller blocks (`xla.backward`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.cut_cross_entropy.inputs import Inputs, Logits, Parts
+from pallas_kernels.cut_cross_entropy import tpu_backward
+from pallas_kernels.cut_cross_entropy.inputs import Inputs, Logits, Merged, Parts
 from pallas_kernels.dispatch import NO_FLOAT16, Target
 from pallas_kernels.flash_attention.tpu_steps import LANES
 from pallas_kernels.flash_attention.tpu_walk import VMEM_LIMIT, column, product
@@ -45,8 +47,8 @@ def supported(
     **_: Any,
 ) -> str | None:
     """Return why the kernel cannot serve a case, or `None`; the arguments are those of `dispatch`."""
-    if direction != "forward":
-        return "the backward pass is XLA's, in pieces of the vocabulary"
+    if direction != "forward" and logits.filter is not None:
+        return "filtered gradients are XLA's, which leaves out blocks of 256 tokens and 512 words"
     if "float16" in (dtype, w_dtype):
         return NO_FLOAT16
     if not x[0]:
@@ -57,13 +59,20 @@ def supported(
     return None
 
 
-def run(target: Target, inputs: Inputs, *, logits: Logits, **_: Any) -> Parts:
-    """Return the parts of every token."""
+def run(
+    target: Target, inputs: Inputs, *others: Any, direction: str, logits: Logits, dw_dtype: str | None = None, **_: Any
+) -> Any:
+    """Return the parts of every token or, backward, the cotangents of x and of w."""
     (n, width), vocabulary = inputs.x.shape, inputs.w.shape[logits.words_axis]
-    dtype, w_dtype = inputs.x.dtype.name, inputs.w.dtype.name
+    dtype = inputs.x.dtype.name
+    # The backward kernel gets pieces of w in x's dtype.
+    w_dtype = inputs.w.dtype.name if direction == "forward" else dtype
     tile = lookup("cut_cross_entropy", target.kind or "TPU", kernel="forward", dtype=dtype, width=width)
     tokens, words = _fit(tile["tokens"], tile["words"], width, dtype, w_dtype)
     tokens, words = (min(size, -(-length // LANES) * LANES) for size, length in ((tokens, n), (words, vocabulary)))
+    if direction == "backward":
+        assert dw_dtype is not None
+        return tpu_backward.gradients(target, inputs, *others, logits, dw_dtype, tokens=tokens, words=words)
     top, total, hit, *summed = totals(target, inputs, logits, tokens=tokens, words=words)
     return Parts(pair(top, total), hit, summed[0] if summed else None)
 
@@ -185,7 +194,9 @@ def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any
             continue
         width, dtype = entry["key"]["width"], entry["key"]["dtype"]
         for name, options in CASES.items():
-            yield f"{dtype} {width} {name}", *case(**options, width=width, dtype=dtype)
+            for direction in ("forward", "backward"):
+                made = case(**options, width=width, dtype=dtype, direction=direction)
+                yield f"{dtype} {width} {name} {direction}", *made
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -197,11 +208,30 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def case(
-    *, layout: Any, vocabulary: int, width: int, dtype: str, softcap: float | None = None, summed: bool = False
+    *,
+    layout: Any,
+    vocabulary: int,
+    width: int,
+    dtype: str,
+    softcap: float | None = None,
+    summed: bool = False,
+    direction: str = "forward",
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return a function of x, w and rows, and their shapes; the number of tokens is no multiple of a tile."""
+    """Return a function of x, w and rows and, backward, the log-sum-exp and cotangents; and their shapes.
+
+    The number of tokens is no multiple of a tile.
+    """
     logits = Logits(layout, softcap, summed)
     shape = (vocabulary, width) if layout == "ve" else (width, vocabulary)
     like = jax.ShapeDtypeStruct
-    arrays = (like((8100, width), dtype), like(shape, dtype), like((8100,), "int32"))
-    return lambda *a: run(Target("", "tpu"), Inputs(*a), logits=logits), arrays
+    arrays = [like((8100, width), dtype), like(shape, dtype), like((8100,), "int32")]
+    if direction == "backward":
+        arrays += [like((8100,), "float32")] * (4 if summed else 3)
+
+    def run_case(x: jax.Array, w: jax.Array, rows: jax.Array, *others: jax.Array) -> Any:
+        lse, slopes = others[:1], others[1:]
+        more = (*lse, Merged(*slopes, *[None] * (3 - len(slopes)))) if others else ()
+        target, inputs = Target("", "tpu"), Inputs(x, w, rows)
+        return run(target, inputs, *more, direction=direction, logits=logits, dw_dtype=dtype)
+
+    return run_case, tuple(arrays)

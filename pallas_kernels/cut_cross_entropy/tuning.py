@@ -46,7 +46,7 @@ def build(platform: str, key: Key, tile: dict[str, int]) -> tuple[Callable[..., 
 
     def tried(*arrays: jax.Array) -> Any:
         with trying("cut_cross_entropy", tile):
-            return module.run(target, Inputs(*arrays), logits=logits)
+            return module.run(target, Inputs(*arrays), direction="forward", logits=logits)
 
     like = jax.ShapeDtypeStruct
     return tried, (like((_TOKENS, width), dtype), like((_WORDS, width), dtype), like((_TOKENS,), "int32"))

@@ -13,6 +13,7 @@ since XLA widens such updates; it still takes no extra memory.)
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -22,13 +23,20 @@ from jax import lax
 from pallas_kernels.cut_cross_entropy.inputs import Inputs, Logits, Merged, Parts
 from pallas_kernels.softmax.pairs import pair
 
-__all__ = ["FILTER_TILE", "TILE", "backward", "forward", "skipped"]
+__all__ = ["FILTER_TILE", "TILE", "Cotangents", "backward", "forward", "skipped"]
 
 TILE = (2048, 2048)
 """Most tokens and words of a tile."""
 
 FILTER_TILE = (256, 512)
 """Tokens and words of a block that the filter may leave out: smaller, since one large entry keeps the whole block."""
+
+Cotangents = Callable[[Inputs, jax.Array, Merged, jax.Array | None], jax.Array]
+"""Returns the cotangents of a tile's products in x's dtype: (words, tokens) for layout "ve", (tokens, words) for "ev".
+
+Its arguments are the arrays of the tile, with w in x's dtype and rows counted from the tile's first word; the
+log-sum-exp and the cotangents of its tokens; and the number of its first words that get 0, or `None` for none.
+"""
 
 
 def _dot(subscripts: str, *arrays: jax.Array) -> jax.Array:
@@ -84,24 +92,45 @@ def _finite(top: jax.Array) -> jax.Array:
 
 
 def backward(
-    inputs: Inputs, lse: jax.Array, slopes: Merged, logits: Logits, dw_dtype: str
+    inputs: Inputs,
+    lse: jax.Array,
+    slopes: Merged,
+    logits: Logits,
+    dw_dtype: str,
+    *,
+    most: tuple[int, int] | None = None,
+    cotangents: Cotangents | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the cotangents of x and of w."""
-    cut = _Cut.of(inputs, logits, TILE if logits.filter is None else FILTER_TILE)
+    """Return the cotangents of x and of w.
+
+    Args:
+      inputs: the op's arrays.
+      lse: float32 (N,), the log-sum-exp over the whole vocabulary.
+      slopes: float32 (N,), cotangents of the result.
+      logits: how logits are computed.
+      dw_dtype: of w's cotangent.
+      most: tokens and words of a tile; those of `TILE` or `FILTER_TILE` by default.
+      cotangents: a kernel that computes those of a tile; XLA by default.
+    """
+    cut = _Cut.of(inputs, logits, most or (TILE if logits.filter is None else FILTER_TILE))
     axis = logits.words_axis
+    order = "nv" if cotangents is None else logits.w_layout.replace("e", "n")
 
     def of_words(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         # The last chunk first: the words that it skips are overwritten by the chunk before.
         words = cut.words(cut.word_tiles - 1 - i)
 
         def tile(j: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            tokens = cut.tokens(j)
-            slope, needed = cut.slope_of(tokens, words, lse, slopes)
-            slope = slope.astype(inputs.x.dtype)
+            tokens, needed = cut.tokens(j), None
+            if cotangents is None:
+                slope, needed = cut.slope_of(tokens, words, lse, slopes)
+                slope = slope.astype(inputs.x.dtype)
+            else:
+                slope = cotangents(*cut.of_tile(tokens, words, lse, slopes))
 
             def work(dx: jax.Array, dw: jax.Array) -> tuple[jax.Array, jax.Array]:
-                dx = tokens.put(dx, tokens.take(dx) + _dot(f"nv,{logits.w_layout}->ne", slope, words.values))
-                return dx, dw + _dot(f"nv,ne->{logits.w_layout}", slope, tokens.values)
+                dx = tokens.put(dx, tokens.take(dx) + _dot(f"{order},{logits.w_layout}->ne", slope, words.values))
+                return dx, dw + _dot(f"{order},ne->{logits.w_layout}", slope, tokens.values)
 
             return work(*state) if needed is None else lax.cond(needed, work, lambda *same: same, *state)
 
@@ -201,6 +230,16 @@ class _Cut:
             logits, slope = cap * tanh, 1 - tanh * tanh
         hit = tokens.take(self.inputs.rows)[:, None] == words.start + jnp.arange(words.size)
         return logits, hit if words.fresh is None else hit & words.fresh, slope
+
+    def of_tile(
+        self, tokens: _Tile, words: _Tile, lse: jax.Array, slopes: Merged
+    ) -> tuple[Inputs, jax.Array, Merged, jax.Array | None]:
+        """Return the arguments of `Cotangents`."""
+        d = jax.tree.map(tokens.take, slopes)
+        if (fresh := tokens.fresh) is not None:
+            d = jax.tree.map(lambda a: jnp.where(fresh, a, 0), d)
+        inputs = Inputs(tokens.values, words.values, tokens.take(self.inputs.rows) - words.start)
+        return inputs, tokens.take(lse), d, None if words.fresh is None else jnp.sum(~words.fresh)
 
     def slope_of(
         self, tokens: _Tile, words: _Tile, lse: jax.Array, slopes: Merged

@@ -13,7 +13,7 @@ from jaxscale.layout import Layout
 from jaxscale.parallel import sharded_cross_entropy
 from pallas_kernels import chosen, tiles
 from pallas_kernels.aot import compile_kernel, devices_of, kernel_reports, why_no_gpu
-from pallas_kernels.cut_cross_entropy import Logits, linear_cross_entropy, parts, tpu
+from pallas_kernels.cut_cross_entropy import Logits, Merged, gradients, linear_cross_entropy, parts, tpu, tpu_backward
 from pallas_kernels.dispatch import JAX_VERSION, KernelError, forget, interpreted, on_device
 from pallas_kernels.gate import TPUS, configurations
 from tests.pallas_kernels.flash_attention.cases import assert_as_exact_as, covering, name_of
@@ -21,6 +21,10 @@ from tests.truth.long import short
 
 TPU = covering(
     {"dtype": ("float32", "bfloat16"), "w_dtype": (None, "float32"), "sizes": ((32, 512), (37, 300), (5, 100))}
+    | {"w_layout": ("ve", "ev"), "softcap": (None, 2.0), "summed": (False, True)}
+)
+GRADIENTS = covering(
+    {"dtype": ("float32", "bfloat16"), "w_dtype": (None, "float32"), "sizes": ((64, 768), (37, 500), (5, 100))}
     | {"w_layout": ("ve", "ev"), "softcap": (None, 2.0), "summed": (False, True)}
 )
 GPU = [
@@ -67,6 +71,20 @@ def truth(x, w, rows, logits):
     return lse, hit, y.sum(1) if logits.summed else None
 
 
+def true_gradients(x, w, rows, logits, lse, slopes):
+    """Return the cotangents of x and w, in float64."""
+    x, w, rows = np.asarray(x, np.float64), np.asarray(w.astype(x.dtype), np.float64), np.asarray(rows)
+    w = w if logits.w_layout == "ve" else w.T
+    y, bent = x @ w.T, 1.0
+    if (cap := logits.softcap) is not None:
+        bent = 1 - np.tanh(y / cap) ** 2
+        y = cap * np.tanh(y / cap)
+    d_lse, d_hit, d_summed = (d[:, None].astype(np.float64) for d in slopes)
+    d = d_lse * np.exp(y - lse[:, None]) + d_hit * (rows[:, None] == np.arange(y.shape[1]))
+    d = (d + d_summed if logits.summed else d) * bent
+    return d @ w, d.T @ x if logits.w_layout == "ve" else x.T @ d
+
+
 def check(case, implementation, width):
     x, w, rows = arrays(*case["sizes"], width, case["dtype"], case.get("w_dtype"), case["w_layout"])
     logits = Logits(case["w_layout"], case["softcap"], case["summed"])
@@ -86,6 +104,37 @@ def check(case, implementation, width):
 @pytest.mark.parametrize("case", short(4, TPU), ids=name_of)
 def test_the_tpu_kernel_is_as_exact_as_all_logits_at_once(case, implementation, capsys):
     check(case, implementation, width=24)
+    assert "RACE" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("implementation", ["mosaic_tpu"])
+@pytest.mark.parametrize("case", short(2, GRADIENTS), ids=name_of)
+def test_the_tpu_gradients_are_as_exact_as_those_of_all_logits_at_once(case, implementation, capsys, monkeypatch):
+    monkeypatch.setattr(tpu_backward, "TILE", (32, 384))  # pieces of which the last begins inside of the one before
+    x, w, rows = arrays(*case["sizes"], 24, case["dtype"], case["w_dtype"], case["w_layout"])
+    logits = Logits(case["w_layout"], case["softcap"], case["summed"])
+    random = np.random.default_rng(2)
+    slopes = [random.normal(size=rows.shape).astype(np.float32) for _ in range(3)]
+    lse = truth(x, w, rows, logits)[0]
+    run = jax.jit(
+        lambda implementation: gradients(
+            x,
+            w,
+            rows,
+            jnp.asarray(lse, jnp.float32),
+            Merged(*map(jnp.asarray, slopes[:2]), jnp.asarray(slopes[2]) if logits.summed else None),
+            logits,
+            implementation,
+            dw_dtype="float32",
+        ),
+        static_argnums=0,
+    )
+    with interpreted(races=True):
+        got = run(implementation)
+    for name, a, b, c in zip(
+        ("dx", "dw"), got, run("dense"), true_gradients(x, w, rows, logits, lse, slopes), strict=True
+    ):
+        assert_as_exact_as(a, b, c, name, units=4.0, dtype=x.dtype)  # cotangents of logits have x's dtype
     assert "RACE" not in capsys.readouterr().out
 
 
@@ -115,6 +164,16 @@ def test_its_loss_and_gradients_are_those_of_xla(implementation):
         a, b = (np.asarray(x, np.float32) for x in (a, b))
         eps = 2.0**-22 if a.ndim == 1 else 2.0**-8  # losses are float32, gradients have their array's type
         np.testing.assert_allclose(a, b, rtol=2 * eps, atol=eps * np.abs(b).max())
+
+
+def test_filtered_gradients_of_a_named_kernel_are_those_of_xla():
+    forget()
+    x, w, targets = arrays(16, 300, 16, "float32")
+    f = lambda x: linear_cross_entropy(x, w, jnp.abs(targets) % 300, filter=0.1, implementation="mosaic_tpu").sum()  # noqa: E731
+    with interpreted():
+        jax.eval_shape(jax.grad(f), x)
+    ran = {dict(c.case)["direction"]: c.implementation for c in chosen("linear_cross_entropy")}
+    assert ran == {"forward": "mosaic_tpu", "backward": "xla"}
 
 
 # ---- what they refuse
@@ -161,8 +220,10 @@ def test_the_gpu_kernel_compiles_without_spills_and_fits_in_shared_memory(name):
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize("topology", TPUS)
 def test_the_tpu_kernel_compiles_for_every_generation(topology):
-    fn, shapes = tpu.case(**tpu.CASES["ev 50257 softcap sum"], width=1000, dtype="bfloat16")
-    assert "tpu_custom_call" in compile_kernel(fn, *shapes, topology=topology).as_text()
+    for direction in ("forward", "backward"):
+        options = tpu.CASES["ev 50257 softcap sum"]
+        fn, shapes = tpu.case(**options, width=1000, dtype="bfloat16", direction=direction)
+        assert "tpu_custom_call" in compile_kernel(fn, *shapes, topology=topology).as_text()
 
 
 def kernels_in(lowered):
@@ -170,10 +231,14 @@ def kernels_in(lowered):
 
 
 @pytest.mark.parametrize(
-    ("kind", "platform", "kernel"),
-    [("NVIDIA H200", "cuda", "mosaic_gpu"), ("TPU v6 lite", "tpu", "tpu_custom_call"), ("NVIDIA A100", "cuda", "")],
+    ("kind", "platform", "kernel", "count"),
+    [
+        ("NVIDIA H200", "cuda", "mosaic_gpu", 1),
+        ("TPU v6 lite", "tpu", "tpu_custom_call", 2),
+        ("NVIDIA A100", "cuda", "", 0),
+    ],
 )
-def test_lowering_chooses_the_kernel_of_the_platform_for_the_loss_alone(kind, platform, kernel):
+def test_lowering_chooses_the_kernels_of_the_platform(kind, platform, kernel, count):
     if platform == "cuda" and why_no_gpu() is not None:
         pytest.skip(str(why_no_gpu()))
     like = jax.ShapeDtypeStruct
@@ -181,7 +246,7 @@ def test_lowering_chooses_the_kernel_of_the_platform_for_the_loss_alone(kind, pl
     f = jax.value_and_grad(lambda x, w, t: linear_cross_entropy(x, w, t).mean(), (0, 1))
     with on_device(kind):
         calls = kernels_in(jax.jit(f).trace(*shapes).lower(lowering_platforms=(platform,)))
-    assert len(calls) == (kernel != "") and all(kernel in c for c in calls), calls
+    assert len(calls) == count and all(kernel in c for c in calls), calls
 
 
 @pytest.mark.parametrize(
@@ -205,6 +270,8 @@ def test_a_vocabulary_cut_by_a_layout_gets_the_kernel_on_every_device(slice_of, 
             like((4, 128), jnp.int32, "batch", "seq"),
         )
     calls = kernels_in(lowered)
-    assert len(calls) == 1 and ("mosaic_gpu" in calls[0]) == (implementation_there == "mosaic_gpu"), calls
+    on_gpu = implementation_there == "mosaic_gpu"
+    assert len(calls) == (1 if on_gpu else 2) and all(("mosaic_gpu" in c) == on_gpu for c in calls), calls
+    backward = "xla" if on_gpu else implementation_there
     ran = {dict(c.case)["direction"]: (c.implementation, dict(c.case)["w"]) for c in chosen("linear_cross_entropy")}
-    assert ran == {"forward": (implementation_there, (2048, 512)), "backward": ("xla", (2048, 512))}
+    assert ran == {"forward": (implementation_there, (2048, 512)), "backward": (backward, (2048, 512))}

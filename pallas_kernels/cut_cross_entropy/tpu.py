@@ -72,7 +72,8 @@ def run(
     tokens, words = (min(size, -(-length // LANES) * LANES) for size, length in ((tokens, n), (words, vocabulary)))
     if direction == "backward":
         assert dw_dtype is not None
-        return tpu_backward.gradients(target, inputs, *others, logits, dw_dtype, tokens=tokens, words=words)
+        lse, slopes = others
+        return tpu_backward.gradients(target, inputs, lse, slopes, logits, dw_dtype, tokens=tokens, words=words)
     top, total, hit, *summed = totals(target, inputs, logits, tokens=tokens, words=words)
     return Parts(pair(top, total), hit, summed[0] if summed else None)
 

@@ -128,6 +128,7 @@ class AdamW:
       weight_decay: a step subtracts weight_decay · learning rate · parameter.
     """
 
+    by_layer: ClassVar[bool] = True
     width_rule: ClassVar[str] = "adam"
     b1: float = 0.9
     b2: float = 0.95
@@ -153,6 +154,7 @@ class SGD:
       nesterov: look ahead along the momentum (Sutskever et al. 2013).
     """
 
+    by_layer: ClassVar[bool] = True
     width_rule: ClassVar[str] = "sgd"
     momentum: float | None = None
     nesterov: bool = False

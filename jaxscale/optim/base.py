@@ -55,7 +55,9 @@ class Optimizer(Protocol):
     """An optimizer in a config: makes the optax transformation once the schedule and the parameters are known.
 
     A class whose `width_rule` is "adam" or "sgd" can be used with µP and other parametrisations
-    (`jaxscale.optim.mup.RULES`).
+    (`jaxscale.optim.mup.RULES`). One whose `by_layer` is True updates each layer of a stack as if it were
+    alone, and a layer whose state and gradient are 0 by weight decay alone; uneven pipeline stages then hold their
+    layers, with padding, from step to step.
     """
 
     def make(self, learning_rate: Schedule, infos: Tree) -> optax.GradientTransformation:

@@ -260,6 +260,7 @@ class AdamW8bit:
       implementation: implementation of `update_blockwise`; `None` chooses the best one for the device.
     """
 
+    by_layer: ClassVar[bool] = True
     width_rule: ClassVar[str] = "adam"
     b1: float = 0.9
     b2: float = 0.95
@@ -291,6 +292,7 @@ class LAMB8bit:
       implementation: implementation of `update_blockwise`; `None` chooses the best one for the device.
     """
 
+    by_layer: ClassVar[bool] = True
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-6
@@ -320,6 +322,7 @@ class Lion8bit:
       implementation: implementation of `update_blockwise`; `None` chooses the best one for the device.
     """
 
+    by_layer: ClassVar[bool] = True
     width_rule: ClassVar[str] = "adam"
     b1: float = 0.9
     b2: float = 0.99
@@ -349,6 +352,7 @@ class SGDM8bit:
       implementation: implementation of `update_blockwise`; `None` chooses the best one for the device.
     """
 
+    by_layer: ClassVar[bool] = True
     width_rule: ClassVar[str] = "sgd"
     momentum: float = 0.9
     weight_decay: float = 0.0

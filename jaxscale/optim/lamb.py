@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import optax
 
@@ -91,6 +92,7 @@ class LAMB:
       weight_decay: weight_decay · parameter is added to Adam's direction.
     """
 
+    by_layer: ClassVar[bool] = True
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-6
@@ -118,6 +120,7 @@ class LARS:
       nesterov: look ahead along the momentum.
     """
 
+    by_layer: ClassVar[bool] = True
     momentum: float = 0.9
     weight_decay: float = 1e-4
     trust_coefficient: float = 0.001

@@ -26,6 +26,7 @@ class Lion:
       weight_decay: a step subtracts weight_decay · learning rate · parameter.
     """
 
+    by_layer: ClassVar[bool] = True
     width_rule: ClassVar[str] = "adam"
 
     b1: float = 0.9

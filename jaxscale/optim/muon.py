@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +136,7 @@ class Muon:
       rest: AdamW's learning rate, as a fraction of Muon's.
     """
 
+    by_layer: ClassVar[bool] = True
     beta: float = 0.95
     nesterov: bool = True
     ns_steps: int = 5

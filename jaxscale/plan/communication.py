@@ -60,6 +60,7 @@ def partition(
     layout = config.layout.abstract(target.devices, kind=kind)
     config = dataclasses.replace(config, layout=layout, guards=())
     blueprint, schedule = blueprint_of(config)
+    blueprint = by_stage(blueprint)
     batch = batch_shardings(layout, config.objective.inputs(config), config.batch_size)
     shardings = (blueprint.shardings(), batch)
     with layout:
@@ -67,7 +68,7 @@ def partition(
     boxes: Any = jax.tree.map(functools.partial(_boxes, layout), args, shardings)
     shares = None if every_branch else _branch_shares(config, layout) if layout.stages > 1 else {}
     platform = {"gpu": "cuda"}.get(target.chip.platform, target.chip.platform)
-    step = step_of(by_stage(blueprint), config, schedule)
+    step = step_of(blueprint, config, schedule)
     repeats = target.chip.platform == "gpu" if repeats is None else repeats
     options: dict[str, Any] = dict(platform=platform, branch_shares=shares, repeats=repeats)
     return partitioned(step, args, boxes, layout, out=boxes[0], **options)

@@ -145,7 +145,8 @@ def _lowered(
     """Return the lowered step of a run on its layout; `platform` is needed for a layout without devices."""
     inputs = config.objective.inputs(config)
     sharding = None if config.layout is None else batch_shardings(config.layout, inputs, config.batch_size)
-    plain = step_of(by_stage(blueprint), dataclasses.replace(config, guards=guards), schedule)
+    blueprint = by_stage(blueprint)
+    plain = step_of(blueprint, dataclasses.replace(config, guards=guards), schedule)
     step: Any = jit_step(plain, blueprint, sharding)
     with config.layout if config.layout is not None else contextlib.nullcontext():
         state: Any = blueprint.abstract_state()

@@ -32,6 +32,7 @@ from jaxscale.plan.layer_memory import (
 from jaxscale.plan.pipeline_memory import walk_pipeline
 from jaxscale.renamed import renamed
 from jaxscale.step import Blueprint, TrainConfig, blueprint_of, model_flops, token_loss
+from jaxscale.step.stage_order import by_stage
 
 
 @renamed(kept="saved")
@@ -100,7 +101,8 @@ def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
         raise NotCovered("adapters over pipeline stages")
     policy = MemoryPolicy.of(model.memory)
     blueprint, _ = blueprint_of(dataclasses.replace(config, layout=layout))
-    state, gradients, offloaded = held_bytes(blueprint, blueprint.algorithm.infos(blueprint), layout)
+    stored = by_stage(blueprint)
+    state, gradients, offloaded = held_bytes(stored, stored.algorithm.infos(stored), layout)
     walk = walk_pipeline if layout.stages > 1 else walk_layers
     tokens = TensorInfo("tokens", (config.batch_size, config.seq_len), jax.numpy.dtype("int32"), ("batch", "seq"))
     batch = (5 if config.segments else 3) * local_bytes(tokens, layout)

@@ -66,23 +66,30 @@ def blueprint_of(config: TrainConfig) -> tuple[Blueprint, Schedule | None]:
             )
     if config.stored is not None:  # nothing is trained: a plan's step is a forward pass
         adaptation, infos, make = NothingTrained(config.stored, infos), {}, lambda seed: {}
-        tx = optax.identity()
     elif isinstance(config.optimizer, optax.GradientTransformation):
         if widening is not None:
             raise ConfigError(
                 f"{type(widening.parametrisation).__name__} sets the learning rate of each tensor, but an optax "
                 "transformation has its own; use an optimizer such as AdamW()"
             )
-        tx = config.optimizer
     else:
         schedule = config.schedule.make(config.lr, config.steps)
-        of = config.optimizer.make if widening is None else functools.partial(widening.make, config.optimizer)
-        tx = of(schedule, without_biases(infos))
-    if config.clip_norm is not None and config.stored is None:
-        tx = chain(_clip(config.clip_norm), tx)
-    if len(jax.tree.leaves(without_biases(infos))) < len(jax.tree.leaves(infos)):
-        tx = balanced(tx, config.balance_rate)
+
+    def make_tx(infos: Tree) -> optax.GradientTransformation:
+        if config.stored is not None:
+            return optax.identity()
+        tx: Any = config.optimizer
+        if schedule is not None:
+            of = tx.make if widening is None else functools.partial(widening.make, tx)
+            tx = of(schedule, without_biases(infos))
+        if config.clip_norm is not None:
+            tx = chain(_clip(config.clip_norm), tx)
+        biases = len(jax.tree.leaves(without_biases(infos))) < len(jax.tree.leaves(infos))
+        return balanced(tx, config.balance_rate) if biases else tx
+
+    tx, by_layer = make_tx(infos), getattr(config.optimizer, "by_layer", False) and config.histograms is None
     more: Any = dict(start=config.start, adaptation=adaptation, inputs=config.objective.inputs(config))
+    more |= dict(make_tx=make_tx if by_layer else None)
     more |= dict(algorithm=config.algorithm, reference=objective.reference)
     more |= dict(teacher=None if objective.teacher is None else Teacher.of(objective.teacher))
     return Blueprint(graphdef, infos, tx, config.layout, make, config.guards, **more), schedule

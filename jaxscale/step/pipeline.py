@@ -86,7 +86,8 @@ def pipelined(blueprint: Blueprint, objective: Objective, accumulate: int = 1) -
             "Pipeline.gather = 'step': layers of this model report statistics of all rows of a micro-batch together, "
             "so that devices along fsdp have to run each layer together; use Pipeline.gather = 'layer'"
         )
-    return Pipelined(blueprint, objective, accumulate, blueprint.layout, stages_of(blueprint))
+    stages = stages_of(blueprint) if blueprint.order is None else blueprint.order.stages
+    return Pipelined(blueprint, objective, accumulate, blueprint.layout, stages)
 
 
 def replicas_of(graphdef: nnx.GraphDef[Any], infos: Tree, layout: Layout) -> tuple[str, ...]:
@@ -229,7 +230,11 @@ class Pipelined:
         simulated = simulate(table)
         bubble = simulated.bubble if self._independent else simulated.lockstep_bubble
         clock = "its own clock" if self._independent else "a common clock, since layers are split over devices as well"
-        held = "" if self.blueprint.order is None else "; its layers stay on it, so that steps send no parameters"
+        held = (
+            ""
+            if self.blueprint.order is None or self.moves
+            else "; its layers stay on it, so that steps send no parameters"
+        )
         notes = [
             f"pipeline: schedule {table.name}, {table.stages} stages, {table.microbatches} micro-batches of "
             f"{rows // table.microbatches} rows; a stage idles {bubble:.0%} of its time (simulated, on {clock}) and "
@@ -241,7 +246,7 @@ class Pipelined:
             notes.append(
                 f"pipeline: layers do not divide evenly, so {groups} computed and ignored: "
                 f"{self.padded_bytes:,} bytes of parameters, and as many of gradients, over all stages, "
-                "during a step"
+                + ("during a step" if self.moves else "and of each state of the optimizer")
             )
         batch_axes = _batch_only_axes(self.blueprint.infos, self.layout)
         if self.layout.schedule.gather == "step":
@@ -266,7 +271,7 @@ class Pipelined:
                 "them, and stages send each other the residual stream alone"
             )
         runs = range(len(self._runs))
-        if any(not self.stages.equal(run) for run in runs):
+        if any(not self.stages.equal(run) and not self._held(run) for run in runs):
             notes.append(
                 "pipeline: layers are stored sharded along their width; every step sends each layer to its stage, and "
                 "its gradient back"
@@ -278,8 +283,14 @@ class Pipelined:
     @property
     def moves(self) -> bool:
         """Whether a step sends layers to their stages, and their gradients back."""
-        held = self.stages.in_place if self.blueprint.order is None else self.stages.equal
-        return not all(map(held, range(len(self._runs))))
+        return not all(map(self._held, range(len(self._runs))))
+
+    def _held(self, run: int) -> bool:
+        """Whether a run's layers are on their stages between steps."""
+        order = self.blueprint.order
+        if order is None:
+            return self.stages.in_place(run)
+        return order.padded or self.stages.equal(run)
 
     def gradients(self, params: Tree, batch: Batch, key: jax.Array, weights: Totals) -> tuple[Tree, Totals]:
         """Return float32 gradients of the objective's value, and its terms, equal to those without a pipeline.
@@ -293,12 +304,12 @@ class Pipelined:
         Raises:
           LayoutError: as `table`.
         """
-        by_stage = self.blueprint.order is not None
-        terms, grads = self._execute(self.table(len(batch["rows"])), params, batch, key, weights, by_stage=by_stage)
+        by_stage = [self.blueprint.order is not None and self._held(n) for n in range(len(self._runs))]
+        terms, grads = self._execute(self.table(len(batch["rows"])), params, batch, key, weights, by_stage)
         assert grads is not None
         runs = {
             name: _by_module(
-                lambda g, i, n=n: self.stages.collect(n, g, i.axes, by_stage=by_stage), grads.chunks[name], infos
+                lambda g, i, n=n: self.stages.collect(n, g, i.axes, by_stage=by_stage[n]), grads.chunks[name], infos
             )
             for n, (name, infos) in enumerate(self._runs)
         }
@@ -317,7 +328,8 @@ class Pipelined:
         """
         rows = len(batch["rows"])
         weights = self.objective.weights(batch, self.microbatches(rows))
-        return self._execute(forward_only(self.table(rows)), params, batch, None, weights)[0]
+        by_stage = [False] * len(self._runs)
+        return self._execute(forward_only(self.table(rows)), params, batch, None, weights, by_stage)[0]
 
     @property
     def _runs(self) -> list[tuple[int, Tree]]:
@@ -334,14 +346,13 @@ class Pipelined:
         batch: Batch,
         key: jax.Array | None,
         weights: Totals,
-        *,
-        by_stage: bool = False,
+        by_stage: list[bool],
     ) -> tuple[Any, ...]:
         end_infos = self._ends
         ends = _by_module(lambda p, i: fill(p, *i.axes), {name: params[name] for name in end_infos}, end_infos)
         chunks = {
             name: _by_module(
-                lambda p, i, n=n: self.stages.spread(n, p, i.axes, by_stage=by_stage), params["runs"][name], infos
+                lambda p, i, n=n: self.stages.spread(n, p, i.axes, by_stage=by_stage[n]), params["runs"][name], infos
             )
             for n, (name, infos) in enumerate(self._runs)
         }
@@ -350,7 +361,7 @@ class Pipelined:
             return jax.tree.map(lambda i: i.axes, infos)
 
         infos = dict(self._runs)
-        whole = nnx.merge(self.blueprint.graphdef, params)
+        whole = nnx.merge(self.blueprint.graphdef, {**params, "runs": self._layers(params["runs"])})
         order = order_of(whole, batch["tokens"].shape[1])
         if order is not None:
             batch = arrange(batch, order)
@@ -369,6 +380,13 @@ class Pipelined:
         return execute(
             table, model, chunks, ends, micro, shared, end_specs=specs, replicas=self.replicas, apart=self._independent
         )
+
+    def _layers(self, runs: Tree) -> Tree:
+        """Return stacks of the model's shapes, without padding; their numbers are not used."""
+        if self.blueprint.order is None:
+            return runs
+        model = self.blueprint.order.blueprint.of_model().infos["runs"]
+        return jax.tree.map(lambda x, i: x[: i.shape[0]], runs, model)
 
     @property
     def _independent(self) -> bool:

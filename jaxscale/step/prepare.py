@@ -80,6 +80,11 @@ class Prepared:
     batch: dict[str, NamedSharding | None]
     by_degree: ByDegree | None = None
 
+    @property
+    def staged(self) -> Blueprint:
+        """The blueprint of the states that the training loop has between steps (see `by_stage`)."""
+        return by_stage(self.blueprint)
+
     def place(self, batches: Loader | Callable[[int], Batch], step: int) -> dict[str, jax.Array]:
         """Return a batch on its devices.
 

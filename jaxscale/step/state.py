@@ -108,6 +108,8 @@ class Blueprint:
       teacher: that model, if it is not the initial one.
       order: the order of layers in the states that its steps take, if it is not the model's (see
         `jaxscale.step.stage_order`).
+      make_tx: makes the optimizer for other numbers of stacked layers, from a `TensorInfo` per parameter; `None` if
+        steps count or combine the numbers of different layers, so that padding would change them.
     """
 
     graphdef: nnx.GraphDef[Any]
@@ -123,6 +125,7 @@ class Blueprint:
     reference: bool = False
     teacher: Teacher | None = None
     order: StageOrder | None = None
+    make_tx: Callable[[Tree], optax.GradientTransformation] | None = None
 
     def axes_of(self, name: str, dimensions: int) -> tuple[str | None, ...]:
         """Return the logical axes of an array of a batch, without the rows.

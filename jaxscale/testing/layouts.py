@@ -179,7 +179,8 @@ def _traces(
             shardings: Any = batch_shardings(layout, inputs, len(next(iter(batch.values()))))
             placed = None if layout is None else shardings
             on_devices = batch if layout is None else {k: lay(x, shardings[k]) for k, x in batch.items()}
-            staged = by_stage(setup.blueprint)  # as the training loop does
+            make_tx = functools.partial(_same, setup.blueprint.tx)
+            staged = by_stage(dataclasses.replace(setup.blueprint, make_tx=make_tx))  # as the training loop does
             state = in_stages(staged, setup.state)
             if compiled is None:
                 loss_and_grads = make_loss_and_grads(staged, accumulate=accumulate, objective=objective)
@@ -187,6 +188,10 @@ def _traces(
                 compiled = step.lower(state, on_devices).compile(QUICKLY)
             traces.append(_trace(compiled, staged, state, on_devices, steps))
     return traces
+
+
+def _same(tx: optax.GradientTransformation, infos: Tree) -> optax.GradientTransformation:
+    return tx
 
 
 def _trace(step: Any, blueprint: Blueprint, state: TrainState, batch: Any, steps: int) -> Trace:

@@ -22,7 +22,7 @@ from jaxscale.step.guards import RollBack, Watched
 from jaxscale.step.histograms import HISTOGRAMS
 from jaxscale.step.prepare import Prepared
 from jaxscale.step.rates import examples, model_flops, peak_flops
-from jaxscale.step.stage_order import by_stage, in_layers, in_stages
+from jaxscale.step.stage_order import in_layers, in_stages
 from jaxscale.step.state import TrainState
 from jaxscale.train import agree, expert_load
 from jaxscale.train.calls import Calls
@@ -102,7 +102,7 @@ class Loop:
         self.skips = Skips(run.path / SKIPS)
         self.skips.passed = set(agree.broadcast(sorted(self.skips.passed)))
         self.group = group_of(config, prepared, run.place, reporter.say, lambda: bool(signals))
-        self.by_stage = by_stage(prepared.blueprint)  # of the state between steps
+        self.by_stage = prepared.staged
         self.calls = Calls(run, self.by_stage, self._request_stop)
         self.now = self.furthest = self.returns = self.offence = 0
         self.pending: list[tuple[int, dict[str, jax.Array]]] = []  # steps whose numbers the loop has not waited for

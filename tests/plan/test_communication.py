@@ -249,14 +249,15 @@ MOVES = ("all-to-all", "collective-permute")
 
 
 def test_exchanges_of_layers_between_stages_name_their_module():
-    """Layers that chunks do not divide are exchanged in each step, and those of equal chunks are not."""
-    layout, sent = js.Layout("pipeline=2,fsdp=2", pipeline="interleaved:4:2"), {}
-    for depth in (4, 6):
+    """Layers that chunks do not divide are exchanged in each step if they have no padding; others are not."""
+    layout, sent = js.Layout("pipeline=2,fsdp=2", pipeline="interleaved:4:2"), []
+    for depth, optimizer in ((4, js.optim.AdamW()), (6, js.optim.AdamW()), (6, js.optim.ScheduleFreeAdamW())):
         config = config_of(layout, dataclasses.replace(MODEL, depth=depth))
-        sent[depth] = [t for t in traffic(predict(config, "v5p:2x2x1")) if t.kind in MOVES and not t.loop]
+        config = dataclasses.replace(config, optimizer=optimizer)
+        sent.append([t for t in traffic(predict(config, "v5p:2x2x1")) if t.kind in MOVES and not t.loop])
     modules = {i.path.rpartition("/")[0] for i in jax.tree.leaves(blueprint_of(config)[0].infos["runs"])}
-    assert not sent[4] and {t.module for t in sent[6]} == modules
-    assert all(t.source.startswith("jaxscale/step/pipeline.py") for t in sent[6])
+    assert not sent[0] and not sent[1] and {t.module for t in sent[2]} == modules
+    assert all(t.source.startswith("jaxscale/step/pipeline.py") for t in sent[2])
 
 
 @pytest.mark.long

@@ -202,6 +202,18 @@ def test_together_go_runs_of_one_shape_and_the_others_are_named(tmp_path, caplog
     assert "003, 004: trained alone" in caplog.text
 
 
+@pytest.mark.long
+def test_a_group_trains_as_its_runs_alone_where_these_hold_layers_by_stage(tmp_path, caplog):
+    model = js.models.TransformerConfig(depth=4, vocab=32, width=16, heads=2, hidden=32)
+    layout = js.Layout("pipeline=2", pipeline="interleaved:2")
+    configs = [small(model=model, layout=layout, lr=lr, steps=3) for lr in (0.1, 0.03)]
+    alone = js.fit(configs[1], run=tmp_path / "alone", quiet=True)
+    jobs = [job(config, tmp_path, i) for i, config in enumerate(configs)]
+    assert [o.state for o in carry_out(Vmapped(), jobs)] == ["finished"] * 2
+    assert "trains alone" not in caplog.text
+    assert_same_run(js.load(jobs[1].folder), alone, 1e-5)
+
+
 def test_a_group_that_cannot_be_trained_together_is_trained_alone_with_a_warning(tmp_path, caplog, monkeypatch):
     def fails(*_: Any) -> None:
         raise MemoryError("no memory for two")

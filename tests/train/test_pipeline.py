@@ -7,6 +7,7 @@ import math
 import re
 
 import jax
+import optax
 import pytest
 
 from jaxscale.errors import ConfigError, LayoutError
@@ -265,8 +266,10 @@ def test_padding_and_what_the_schedule_costs_are_reported():
     # A layer: 16 x (16 + 2 x 4) + 16 x 16 for attention, 3 x 16 x 32 for the rest, and two norms of 16, in float32.
     layer = 4 * (16 * 24 + 16 * 16 + 3 * 16 * 32 + 2 * 16)
     assert any("1 group of padding layers is computed" in n and f"{layer:,} bytes" in n for n in notes)
+    assert not any("sharded along their width" in n for n in notes)
     assert any("schedule lockstep, 2 stages, 4 micro-batches of 2 rows" in n and "idles 20%" in n for n in notes)
-    assert any("stored sharded along their width" in n for n in notes)
+    wide = TrainConfig(model=model, batch_size=8, seq_len=8, layout=Layout("pipeline=2"), optimizer=optax.sgd(0.1))
+    assert any("stored sharded along their width" in n for n in explain(wide).notes)
     interleaved = TrainConfig(model=MODEL, batch_size=8, seq_len=8, layout=Layout("pipeline=2", pipeline="interleaved"))
     (note,) = explain(interleaved).notes
     assert note.endswith("its layers stay on it, so that steps send no parameters")

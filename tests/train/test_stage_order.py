@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import jaxscale as js
@@ -15,7 +17,7 @@ from jaxscale.nn.formats import Stored
 from jaxscale.optim import AdamW
 from jaxscale.plan.collectives import collectives
 from jaxscale.plan.compile import compile_step
-from jaxscale.step import LoRA, MeZO, TrainConfig, Unfreeze, blueprint_of, settled
+from jaxscale.step import Histograms, LoRA, MeZO, TrainConfig, Unfreeze, blueprint_of, settled
 from jaxscale.step.snapshots import Snapshots
 from jaxscale.step.stage_order import by_stage, in_layers, in_stages
 from jaxscale.train.snapshots.taker import Taking
@@ -27,6 +29,8 @@ MODEL = TransformerConfig(depth=4, vocab=32, width=16, heads=2, hidden=32)
 V = Layout("pipeline=2", pipeline="dualpipe-v:4")
 RING = Layout("pipeline=2,fsdp=2", pipeline="interleaved:4")
 FLOW = Layout("pipeline=2", pipeline="1f1b:4")
+UNEVEN, ODD = Layout("pipeline=2", pipeline="lockstep:4"), dataclasses.replace(MODEL, depth=3)
+CHUNKS, SIX = Layout("pipeline=2,fsdp=2", pipeline="interleaved:4:2"), dataclasses.replace(MODEL, depth=6)
 SMOOTH = AdamW(eps=1.0)  # with Adam's eps, rounding of a gradient near zero changes an update's sign
 
 
@@ -63,20 +67,25 @@ def agree(got, want):
 
 
 @pytest.mark.parametrize(
-    "layout,evaluations",
-    [(Layout("pipeline=2", pipeline="interleaved:2"), 0), pytest.param(V, 1, marks=pytest.mark.long)],
-    ids=str,
+    "layout,model,evaluations",
+    [
+        (Layout("pipeline=2", pipeline="interleaved:2"), MODEL, 0),
+        pytest.param(V, MODEL, 1, marks=pytest.mark.long),
+        pytest.param(UNEVEN, ODD, 1, marks=pytest.mark.long),
+        pytest.param(CHUNKS, SIX, 0, marks=pytest.mark.long),
+    ],
+    ids=["chunks", "v", "padding", "chunks with padding"],
 )
-def test_a_run_by_stage_shows_layers_in_order_wherever_it_is_read(layout, evaluations, monkeypatch):
+def test_a_run_by_stage_shows_layers_in_order_wherever_it_is_read(layout, model, evaluations, monkeypatch):
     def after(self, step, state):
         keep.seen["snapshot", step] = jax.device_get(state.params)
         return {}
 
     monkeypatch.setattr(Taking, "after", after)
-    more = dict(checkpoint_every=1, eval_batches=evaluations, snapshots=Snapshots())
+    more = dict(model=model, checkpoint_every=1, eval_batches=evaluations, snapshots=Snapshots())
     many = config(layout, callbacks=(keep := Keep(),), **more)
     assert by_stage(blueprint_of(many)[0]).order is not None
-    many, one = fit(many), fit(config(eval_batches=evaluations))
+    many, one = fit(many), fit(config(model=model, eval_batches=evaluations))
     for name in ("loss", "grad_norm", *(["eval_loss"] if evaluations else [])):
         got, want = ([row[name] for row in run.metrics() if name in row] for run in (many, one))
         np.testing.assert_allclose(got, want, rtol=1e-5)
@@ -89,18 +98,33 @@ def test_a_run_by_stage_shows_layers_in_order_wherever_it_is_read(layout, evalua
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first,then", [(None, RING), (V, FLOW), (FLOW, V), (RING, None)], ids=str)
-def test_a_run_continues_from_a_checkpoint_of_another_schedule(first, then):
-    fit(config(first), run="here", until=1)
-    agree(fit(config(then), run="here", resume=True).state, fit(config()).state)
+@pytest.mark.parametrize(
+    "first,then,model",
+    [(None, RING, MODEL), (V, FLOW, MODEL), (FLOW, V, MODEL), (RING, None, MODEL), (UNEVEN, CHUNKS, SIX)],
+    ids=str,
+)
+def test_a_run_continues_from_a_checkpoint_of_another_schedule(first, then, model):
+    fit(config(first, model=model), run="here", until=1)
+    agree(fit(config(then, model=model), run="here", resume=True).state, fit(config(model=model)).state)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("schedule", ["interleaved:4:2", "zb-v:4", "dualpipe-v:4"])
-def test_no_step_sends_layers_to_other_stages(schedule):
-    settings = config(Layout("pipeline=2", pipeline=schedule))
+@pytest.mark.parametrize("optimizer", [SMOOTH, js.optim.AdamW8bit(), js.optim.Muon()], ids=lambda o: type(o).__name__)
+def test_a_run_with_padding_continues_bit_for_bit(optimizer):
+    settings = config(UNEVEN, model=ODD, optimizer=optimizer, steps=3)
+    assert by_stage(blueprint_of(settings)[0]).order.padded
+    fit(settings, run="here", until=1)
+    assert_same_bits(fit(settings, run="here", resume=True).state, fit(settings).state)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "schedule,depth", [("interleaved:4:2", 4), ("zb-v:4", 4), ("dualpipe-v:4", 4), ("lockstep:4", 3), ("zb-v:4", 6)]
+)
+def test_no_step_sends_layers_to_other_stages(schedule, depth):
+    settings = config(Layout("pipeline=2", pipeline=schedule), model=dataclasses.replace(MODEL, depth=depth))
     sent = collectives(compile_step(settings, None), settings.layout.sizes)
-    layer = sum(i.nbytes for i in jax.tree.leaves(blueprint_of(settings)[0].infos["runs"])) // MODEL.depth
+    layer = sum(i.nbytes for i in jax.tree.leaves(blueprint_of(settings)[0].infos["runs"])) // depth
     assert sum(c.sent for c in sent if c.times == 1) < layer / 10  # sums of the loss and the gradient's norm
 
 
@@ -155,7 +179,27 @@ OPTIMIZERS = [
 def test_optimizers_treat_layers_alike_in_any_order(name):
     """An update of a state in the order of stages is the update, in that order."""
     blueprint = blueprint_of(config(V, optimizer=getattr(js.optim, name)()))[0]
+    _check_updates(blueprint, by_stage(blueprint).order)
+
+
+BY_LAYER = [name for name in js.optim.__all__ if getattr(getattr(js.optim, name), "by_layer", False)]
+
+
+@pytest.mark.parametrize("name", [n if n == "LAMB" else pytest.param(n, marks=pytest.mark.long) for n in BY_LAYER])
+def test_padding_changes_no_layer_and_stays(name):
+    blueprint = blueprint_of(config(CHUNKS, model=SIX, optimizer=getattr(js.optim, name)()))[0]
     order = by_stage(blueprint).order
+    assert order.padded
+    longer, updates = _check_updates(blueprint, order, padding=0.0)
+    paths = [(i, order.run_of(i) is not None) for i in jax.tree.leaves(blueprint.infos)]
+    padding = ~order.stages.real[0].reshape(-1)
+    for (info, stacks), p, u in zip(paths, *map(jax.tree.leaves, (longer, updates)), strict=True):
+        if stacks:  # they shrink by weight decay
+            assert (np.abs(np.asarray(u)[padding]) <= np.abs(p[padding])).all(), info.path
+
+
+def _check_updates(blueprint, order, padding=1.0):
+    """Compare updates with those in the order of stages; gradients of padding are multiplied by a factor."""
     random = np.random.default_rng(0)
 
     def numbers():
@@ -173,19 +217,35 @@ def test_optimizers_treat_layers_alike_in_any_order(name):
             [x if run is None else np.asarray(x)[chosen] for x, run in zip(leaves, where, strict=True)]
         )
 
-    @jax.jit
-    def update(params, grads):
-        state = blueprint.tx.init(params)
+    def update(tx, params, grads):
+        state = tx.init(params)
         for _ in range(2):
-            updates, state = blueprint.tx.update(grads, state, params)
+            updates, state = tx.update(grads, state, params)
         return updates, state
 
-    updates, state = update(params, grads)
-    again, other = update(*(permuted(tree, blueprint.infos) for tree in (params, grads)))
-    assert_leaves_agree(again, permuted(updates, blueprint.infos))
-    assert_leaves_agree(
-        *(jax.tree.map(lambda x: np.asarray(x, np.float64), s) for s in (other, permuted(state, infos["opt_state"])))
+    updates, state = jax.jit(functools.partial(update, blueprint.tx))(params, grads)
+    longer, more = (permuted(tree, blueprint.infos) for tree in (params, grads))
+    real = order.stages.real[0].reshape(-1)
+
+    def of_layers(tree, infos):  # without padding, in the order of stages
+        leaves, structure = jax.tree.flatten(tree)
+        where = map(order.run_of, jax.tree.leaves(infos))
+        rows = [np.asarray(x) if run is None else np.asarray(x)[real] for x, run in zip(leaves, where, strict=True)]
+        return structure.unflatten([np.asarray(x, np.float64) for x in rows])
+
+    leaves, structure = jax.tree.flatten(more)
+    where = map(order.run_of, jax.tree.leaves(blueprint.infos))
+    factor = np.where(real, 1.0, padding).astype(np.float32)
+    more = structure.unflatten(
+        [
+            x if run is None else x * factor.reshape(-1, *[1] * (x.ndim - 1))
+            for x, run in zip(leaves, where, strict=True)
+        ]
     )
+    again, other = jax.jit(functools.partial(update, order.steps.tx))(longer, more)
+    for got, want, names in ((again, updates, blueprint.infos), (other, state, infos["opt_state"])):
+        assert_leaves_agree(of_layers(got, names), of_layers(permuted(want, names), names))
+    return longer, again
 
 
 @pytest.mark.long
@@ -208,10 +268,12 @@ def test_a_state_is_put_in_order_again_bit_for_bit():
     "changes",
     [
         dict(layout=FLOW),
-        dict(layout=Layout("pipeline=2", pipeline="lockstep:4"), model=dataclasses.replace(MODEL, depth=5)),
+        dict(layout=UNEVEN, model=ODD, optimizer=optax.sgd(0.1)),
+        dict(layout=UNEVEN, model=ODD, histograms=Histograms()),
+        dict(layout=Layout("pipeline=4"), model=dataclasses.replace(MODEL, depth=5)),
         dict(layout=V, algorithm=MeZO()),
     ],
-    ids=["neighbours", "padding", "algorithm"],
+    ids=["neighbours", "any optimizer", "histograms", "more padding than half", "algorithm"],
 )
 def test_other_runs_have_layers_in_order(changes):
     blueprint = blueprint_of(config(**changes))[0]

@@ -65,10 +65,10 @@ class Stages:
           stack: the parameter.
           axes: its logical axes, "layers" first.
           kind: which of the rules' four maps to read for its other dimensions.
-          by_stage: a stack of equal chunks is in the order of `to_stages`.
+          by_stage: the stack is that of `to_stages`, or if chunks are not equal of `with_padding`.
         """
         index, real = self.index[run], self.real[run]
-        if self.equal(run):
+        if self.equal(run) or by_stage:
             stack = stack if by_stage else self.to_stages(run, stack)
             return _on_stages(stack.reshape(*index.shape, *stack.shape[1:]), axes, kind)
         stack = _along_width(stack, axes, kind)
@@ -88,9 +88,9 @@ class Stages:
         *,
         by_stage: bool = False,
     ) -> Float[Array, "l ..."]:
-        """Undo `spread`, for gradients; padding is dropped."""
+        """Undo `spread`, for gradients; padding is dropped, or with `by_stage` has zeros."""
         spread = _on_stages(spread, axes, kind)
-        if self.equal(run):
+        if self.equal(run) or by_stage:
             stack = spread.reshape(-1, *spread.shape[3:])
             return stack if by_stage else self.to_layers(run, stack)
         spread = _along_width(spread, axes, kind)
@@ -108,6 +108,22 @@ class Stages:
         """Return whether a run's layers, in order, are on their stages already."""
         index = self.index[run]
         return self.equal(run) and np.array_equal(index.reshape(-1), np.arange(index.size))
+
+    def with_padding(self, run: int, stacks: Tree) -> Tree:
+        """Return stacks, (l, ...), with each stage's layers and padding next to each other.
+
+        Padding is a copy of a layer. `without_padding` undoes it.
+
+        Args:
+          run: the number of the run.
+          stacks: arrays of all layers of the run, whose first dimension is not sharded.
+        """
+        return jax.tree.map(lambda x: x[self.index[run].reshape(-1)], stacks)
+
+    def without_padding(self, run: int, stacks: Tree) -> Tree:
+        """Undo `with_padding`."""
+        index, real = self.index[run].reshape(-1), np.flatnonzero(self.real[run])
+        return jax.tree.map(lambda x: x[real[np.argsort(index[real])]], stacks)
 
     def to_stages(self, run: int, stacks: Tree, *, sharded: bool = True) -> Tree:
         """Return stacks of equal chunks, in the order of layers, with each stage's layers next to each other.

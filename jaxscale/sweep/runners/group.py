@@ -256,6 +256,11 @@ class _MemberPrepared(Prepared):
     group: Any = None
     member: int = 0
 
+    @property
+    def staged(self) -> Blueprint:
+        """The run's own blueprint: the group's steps take states in the order of layers."""
+        return self.blueprint
+
     def step_of(self, config: TrainConfig) -> Callable[..., Any]:
         return lambda state, batch: self.group.turns.ask(self.member, self.group.step, (state, batch))
 

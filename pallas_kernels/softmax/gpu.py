@@ -63,8 +63,10 @@ def _unfit(target: Target, columns: int, masked: bool) -> str | None:
     if masked:
         return "a mask is left to XLA, which fuses it with its own reads"
     if columns % 128:
-        once = f", and XLA reads a row of at most {_XLA_ONCE} once, too" if columns <= _XLA_ONCE else ""
-        return f"TMA copies rows with a multiple of 128 columns, not {columns}{once}"
+        reads = f"XLA reads a row of at most {_XLA_ONCE} once, too"
+        if columns > _XLA_ONCE:
+            reads = f"XLA's softmax reads a row of more than {_XLA_ONCE} three times"
+        return f"TMA copies rows with a multiple of 128 columns, not {columns}, and {reads}"
     if columns < 1024 and not target.interpret:
         return f"a row of {columns} columns is too short for a warpgroup; the kernel is faster from 1024 columns on"
     return None

@@ -35,7 +35,7 @@ from jaxscale.step.algorithm import Metrics, Tree
 from jaxscale.step.backprop import make_step, make_value, numbered
 from jaxscale.step.blueprint import abstract_inputs
 from jaxscale.step.config import TrainConfig
-from jaxscale.step.degrees import costs_of, padded, settings_by_degree
+from jaxscale.step.degrees import costs_of, evaluation_of, padded, settings_by_degree
 from jaxscale.step.objective import Batch, Totals
 from jaxscale.step.state import Blueprint, TrainState
 from jaxscale.step.step import batch_shardings, make_eval
@@ -246,8 +246,16 @@ class ByDegree:
 
     @property
     def evaluation(self) -> TrainConfig:
-        """The run's settings on the layout of its evaluations, which is that of the largest degree."""
-        return dataclasses.replace(self.config, layout=self.settings[max(self.settings)].layout, batching=None)
+        """The settings of evaluations; see `evaluation_of`."""
+        return evaluation_of(self.config, self.settings)
+
+    def lengthened(self, rows: Rows) -> Rows:
+        """Return held-out rows with padding, whose weights are 0, up to the length of `evaluation`.
+
+        Args:
+          rows: arrays by name, (B, S).
+        """
+        return {name: np.pad(x, ((0, 0), (0, self.evaluation.seq_len - x.shape[1]))) for name, x in rows.items()}
 
     def eval_of(self, batch: Any) -> Callable[..., Totals]:
         """Return the jitted evaluation of a batch; see `make_eval`.

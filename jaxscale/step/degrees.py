@@ -205,6 +205,21 @@ def unit_of(config: TrainConfig, layouts: dict[int, Layout]) -> int:
     return unit
 
 
+def evaluation_of(config: TrainConfig, settings: dict[int, TrainConfig]) -> TrainConfig:
+    """Return the settings of evaluations: on the layout of the largest degree, with a length that its devices divide.
+
+    Args:
+      config: the run's settings.
+      settings: the settings of each degree.
+    """
+    largest = max(settings)
+    layout = settings[largest].layout
+    assert layout is not None
+    multiple = largest * unit_of(config, {largest: layout})
+    seq_len = -(-config.seq_len // multiple) * multiple
+    return dataclasses.replace(config, layout=layout, batching=None, seq_len=seq_len)
+
+
 def _capacity(config: TrainConfig, layouts: dict[int, Layout]) -> int:
     """Return the tokens of a micro-batch on a device."""
     batching, name = config.batching, type(config.batching).__name__

@@ -74,11 +74,11 @@ def pipelined(blueprint: Blueprint, objective: Objective, accumulate: int = 1) -
             f"{type(model).__name__} cannot be split into pipeline stages, since it is not jaxscale.models.Stageable "
             "(it needs 'runs', 'begin', 'context', 'layers' and 'finish'); use a mesh without pipeline"
         )
-    if not getattr(loss, "of_cut_vocabulary", False):
+    if _cuts_vocabulary(blueprint.layout) and not getattr(loss, "of_cut_vocabulary", False):
         raise ConfigError(
             f"the loss {type(loss).__name__} does not declare that it works on a vocabulary sharded over pipeline "
-            "stages (of_cut_vocabulary = True); use AutoLoss(), CutLoss() or MaterialisedLoss(), or a mesh without "
-            "pipeline"
+            "stages (of_cut_vocabulary = True); set Pipeline.vocabulary = 'whole', or use AutoLoss(), CutLoss() or "
+            "MaterialisedLoss(), or a mesh without pipeline"
         )
     _check_vocabulary(loss, blueprint.infos, blueprint.layout)
     if blueprint.layout.schedule.gather == "step" and _reports(blueprint.graphdef, blueprint.infos):
@@ -138,6 +138,11 @@ def _batch_only_axes(infos: Tree, layout: Layout) -> tuple[str, ...]:
     used |= {m for a in others for m in rules.target("activations", a)}
     rows = (m for m in rules.target("activations", "batch") if layout.sizes[m] > 1)
     return tuple(itertools.takewhile(lambda m: m not in used, rows))
+
+
+def _cuts_vocabulary(layout: Layout) -> bool:
+    """Return whether stages shard the vocabulary (`Pipeline.vocabulary`)."""
+    return "pipeline" in layout.resolved_rules.target("activations", "vocab")
 
 
 def _check_vocabulary(loss: Loss, infos: Tree, layout: Layout) -> None:
@@ -395,7 +400,7 @@ class Pipelined:
 
     def _end_spec(self, axes: tuple[str | None, ...]) -> PartitionSpec:
         """Return how `pipeline` shards an embedding or head: along the vocabulary, if its activations are too."""
-        cut = "pipeline" in self.layout.resolved_rules.target("activations", "vocab")
+        cut = _cuts_vocabulary(self.layout)
         return PartitionSpec(*("pipeline" if cut and a == "vocab" else None for a in axes))
 
     def _stageable(

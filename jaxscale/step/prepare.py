@@ -38,7 +38,7 @@ from jaxscale.step.blueprint import abstract_inputs, blueprint_of, shapes_of
 from jaxscale.step.by_degree import ByDegree, Dealt
 from jaxscale.step.by_group import batched
 from jaxscale.step.config import TrainConfig
-from jaxscale.step.degrees import settings_by_degree
+from jaxscale.step.degrees import evaluation_of, settings_by_degree
 from jaxscale.step.effects import without_effect
 from jaxscale.step.histograms import with_histograms
 from jaxscale.step.number_types import check_number_types
@@ -188,8 +188,8 @@ def prepare(config: TrainConfig) -> Prepared:
     if by_degree is not None and not config.eval_batches:
         shardings = dict.fromkeys(inputs)  # the largest degree need not divide rows that no evaluation has
     else:
-        layout = config.layout if by_degree is None else by_degree.evaluation.layout
-        shardings = batch_shardings(layout, inputs, config.batch_size)
+        held = config if by_degree is None else by_degree.evaluation
+        shardings = batch_shardings(held.layout, held.objective.inputs(held), held.batch_size)
     source = _open(config.data, "train", config)
     if config.prompt is not None:
         text_ids(config, config.prompt)  # raises now, and not after hours of training
@@ -198,7 +198,8 @@ def prepare(config: TrainConfig) -> Prepared:
         further = {f"/{name}": corpus for name, corpus in config.evaluate_on.items()}
         for name, corpus in {"": config.data, **further}.items():
             rows = _open(corpus, "heldout", config)
-            heldout[name] = list(heldout_batches(rows, config.batch_size, config.eval_batches, config.objective.group))
+            batches = heldout_batches(rows, config.batch_size, config.eval_batches, config.objective.group)
+            heldout[name] = list(batches if by_degree is None else map(by_degree.lengthened, batches))
     documents = None
     if "segment_ids" in inputs and isinstance(config.model, ChecksDocuments):
         documents = functools.partial(_check_documents, config.model)
@@ -345,7 +346,7 @@ def _check_by_degree(config: TrainConfig, blueprint: Blueprint) -> TrainConfig:
     """Make the checks of `check_quickly` for each degree of `train.batching`; return the settings of the largest."""
     each = settings_by_degree(config, blueprint)
     largest = each[max(each)]
-    evaluation = dataclasses.replace(config, layout=largest.layout, batching=None)
+    evaluation = evaluation_of(config, each)
     for one in (*each.values(), *([evaluation] if config.eval_batches else [])):
         try:
             check_quickly(dataclasses.replace(blueprint, layout=one.layout), one)

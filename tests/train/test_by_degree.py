@@ -180,11 +180,14 @@ def test_documents_are_dealt_whole_and_once(config):
     assert sorted(pairs) == sorted(flat[begin : begin + length].tolist() for begin, length in sequences)
 
 
-def test_rows_of_an_odd_length_are_trained_without_evaluation(config):
-    odd = dataclasses.replace(config, seq_len=61)
-    assert prepare(odd).place_step(0).micro_batches
-    with raises_saying(LayoutError, "4 does not divide 61"):
-        prepare(dataclasses.replace(odd, eval_batches=1))
+@pytest.mark.parametrize(
+    "changes",
+    [{}, pytest.param({"layout": js.Layout("data=4"), "batching": GROUPS}, marks=pytest.mark.long)],
+    ids=["FlexSP", "HDP"],
+)
+def test_evaluations_of_an_odd_length_equal_those_of_one_device(config, tmp_path, changes):
+    odd = dataclasses.replace(config, seq_len=61, eval_batches=2, steps=1, **changes)
+    agree(js.fit(odd, run=tmp_path / "run", quiet=True), on_one_device(odd, tmp_path / "alone"))
 
 
 def test_a_plan_says_that_it_is_of_one_layout(tmp_path):

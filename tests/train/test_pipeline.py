@@ -7,6 +7,7 @@ import math
 import re
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 
@@ -141,6 +142,37 @@ def test_a_loss_that_holds_no_logits_gives_the_same_numbers():
     assert_layouts_agree(MODEL, layouts, batch=BATCH, make_loss_and_grads=cut, objective=NextToken(z_loss=1e-2))
 
 
+class Plain:
+    """A loss that knows nothing of layouts: of logits, by optax."""
+
+    def __call__(self, hidden, weight, targets, *, softcap):
+        logits = (hidden @ weight.T).astype(jnp.float32)
+        squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets), squares
+
+    def describe(self, vocab):
+        return "plain"
+
+
+WHOLE = Pipeline("1f1b", vocabulary="whole")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout("pipeline=2,tensor=2", pipeline=WHOLE),
+        pytest.param(Layout("pipeline=2,data=2", pipeline=WHOLE), marks=pytest.mark.long),
+        pytest.param(Layout("tensor=4,data=2"), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_a_plain_loss_gives_the_same_numbers_where_no_stage_has_a_part_of_the_vocabulary(layout):
+    def plain(blueprint, *, objective, **options):
+        return make_loss_and_grads(blueprint, objective=dataclasses.replace(objective, loss=Plain()), **options)
+
+    assert_layouts_agree(MODEL, [layout], batch=BATCH, make_loss_and_grads=plain, objective=NextToken(z_loss=1e-2))
+
+
 def test_the_loss_is_chosen_by_the_whole_vocabulary_and_not_by_a_stages_part():
     """Each stage has 32 rows of a vocabulary of 64."""
     programs = []
@@ -230,7 +262,7 @@ class Whole(MaterialisedLoss):
         ),
         (LayoutError, dict(layout=Layout("pipeline=2", pipeline="1f1b:3")), ["3 micro-batches", "8 rows", "is 2"]),
         (LayoutError, dict(layout=Layout("pipeline=2", pipeline="gpipe:8"), accumulate=2), ["4 rows", "is 4"]),
-        (ConfigError, dict(layout=TWO, objective=NextToken(Own())), ["Own", "of_cut_vocabulary", "CutLoss()"]),
+        (ConfigError, dict(layout=TWO, objective=NextToken(Own())), ["Own", "vocabulary = 'whole'", "CutLoss()"]),
         (
             ConfigError,
             dict(layout=TWO, model=dataclasses.replace(MODEL, vocab=257), objective=NextToken(Whole())),

@@ -4,7 +4,19 @@ from jaxscale.layout.axes import AXES, MESH_AXES, STACKED
 from jaxscale.layout.boxing import Boxes, Move, infer, rebox
 from jaxscale.layout.distributed import init_distributed
 from jaxscale.layout.draw import blocks_of, draw
-from jaxscale.layout.host import DEVICE, HOST, host_memory_or_say, why_no_host_memory
+from jaxscale.layout.host import (
+    DEVICE,
+    HOST,
+    by_layer,
+    fetched,
+    host_memory_or_say,
+    in_host_memory,
+    layers_in_host_memory,
+    on_device,
+    stored_like,
+    sum_by_layer,
+    why_no_host_memory,
+)
 from jaxscale.layout.layout import Layout, constrain, current, say_once
 from jaxscale.layout.mesh import make_mesh, parse_mesh, simulate_devices
 from jaxscale.layout.moving import moved, nearest, tree_moved
@@ -47,11 +59,13 @@ __all__ = [
     "abstract",
     "as_used",
     "blocks_of",
+    "by_layer",
     "constrain",
     "current",
     "describe",
     "draw",
     "experts_as",
+    "fetched",
     "fill",
     "filled_notes",
     "filled_shape",
@@ -61,10 +75,13 @@ __all__ = [
     "infer",
     "infer_names",
     "init_distributed",
+    "layers_in_host_memory",
     "make_mesh",
     "moved",
     "named",
     "nearest",
+    "in_host_memory",
+    "on_device",
     "parse_mesh",
     "path_name",
     "preset",
@@ -74,6 +91,8 @@ __all__ = [
     "shared_rows",
     "simulate",
     "simulate_devices",
+    "stored_like",
+    "sum_by_layer",
     "tree_moved",
     "unfill",
     "why_no_host_memory",

@@ -24,6 +24,7 @@ from jaxscale.nn.memory import POLICIES, MemoryPolicy
 from jaxscale.nn.per_layer import WithInputs
 from jaxscale.nn.shared_blocks import OwnScales, SharedBlocks, own_norms, used
 from jaxscale.nn.stats import Stats, none_of, over_layers, total
+from jaxscale.nn.streamed import apply_streamed, window_of
 from pallas_kernels.dispatch import device
 
 _NONE = POLICIES["none"]
@@ -185,7 +186,9 @@ class Run(nnx.Module):
         cache = context.cache
         states = cache.states if isinstance(cache, RunCache) else ()
 
-        def group(carry: tuple[Array, tuple[Any, ...]], slice_: tuple[Any, Any, Part]) -> Tree:
+        def group(
+            carry: tuple[Array, tuple[Any, ...]], slice_: tuple[Any, Any, Part], context: Context = context
+        ) -> Tree:
             ((x, states), (blocks, scales, (i, real, gate, number))), reported = (carry, slice_), []
             number = i if number is None else number
             (blocks, scales), mine = made((blocks, scales)), context.sharing()
@@ -202,11 +205,13 @@ class Run(nnx.Module):
             x, stats = chosen(real, (x, total(reported)), (before, none_of(total(reported))))
             return (x, states), stats
 
+        if window_of(own := (list(self.blocks), None if self.scales is None else list(self.scales))) is not None:
+            return self._streamed(group, x, own, part, context)
         layers = self.repeats * self.uses * len(self.blocks)
         scan = scanned(self.scan, layers, self.memory, decoding=context.cache is not None)
         group = self.memory.checkpoint(group, prevent_cse=not scan)
         part = Part(jnp.arange(self.repeats)) if part is None else part
-        stacked = (list(self.blocks), None if self.scales is None else list(self.scales), part)
+        stacked = (*own, part)
         if scan:
             (x, states), by_layer = jax.lax.scan(group, (x, states), stacked)
             stats = over_layers(by_layer)
@@ -220,6 +225,24 @@ class Run(nnx.Module):
         if isinstance(cache, RunCache):
             cache.states = states
         return (x if inputs is None else WithInputs(x, inputs)), stats
+
+    def _streamed(
+        self, group: Callable[..., Tree], x: Tree, own: Tree, part: Part | None, context: Context
+    ) -> tuple[Tree, Stats]:
+        """Apply all layers, whose parameters are in host memory."""
+        memory, offload = self.memory, False
+        if "residual" in memory.offload:  # by `apply_streamed`, which saves nothing else
+            rest = tuple(t for t in memory.offload if t != "residual")
+            memory, offload = dataclasses.replace(memory, offload=rest), True
+
+        def applied(x: Tree, of: Tree, context: Context) -> tuple[Tree, Stats]:
+            one = memory.checkpoint(lambda x, of: group((x, ()), (*of[0], of[1]), context), prevent_cse=False)
+            (x, _), stats = one(x, of)
+            return x, stats
+
+        part = Part(jnp.arange(self.repeats)) if part is None else part
+        x, by_layer = apply_streamed(applied, x, own, part, context, offload=offload)
+        return x, over_layers(by_layer)
 
     def _applied(self, blocks: list[Block], scales: list[OwnScales] | None) -> Iterator[tuple[int, Block]]:
         """Yield the blocks of one repeat in the order in which they are applied, with their number in the group."""

@@ -3,7 +3,7 @@
 from jaxscale.optim.adafactor import Adafactor, adafactor
 from jaxscale.optim.adamw import SGD, AdamW, adamw
 from jaxscale.optim.annealed import ConfidenceGuided
-from jaxscale.optim.balance import balanced, gradient_norm, without_biases
+from jaxscale.optim.balance import balanced, global_norm, gradient_norm, without_biases
 from jaxscale.optim.base import (
     FusedTransformation,
     HostState,
@@ -81,6 +81,7 @@ __all__ = [
     "check_state",
     "convert_state",
     "decay_mask",
+    "global_norm",
     "gradient_norm",
     "is_hidden_matrix",
     "is_named",

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxscale.layout import sum_by_layer
 from jaxscale.optim.base import FusedTransformation, Tree, apply_gradients
 
 NAME = "load_bias"
@@ -20,7 +21,20 @@ def gradient_norm(grads: Tree) -> jax.Array:
     Args:
       grads: gradients, of the parameters' structure.
     """
-    return optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), without_biases(grads)))
+    return global_norm(without_biases(grads))
+
+
+def global_norm(tree: Tree) -> jax.Array:
+    """Return the norm of all elements, float32 scalar; of stacks in host memory one layer at a time is on the device.
+
+    Args:
+      tree: arrays.
+    """
+
+    def square(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.square(x.astype(jnp.float32)))
+
+    return jnp.sqrt(sum(sum_by_layer(square, x) for x in jax.tree.leaves(tree)))
 
 
 def without_biases(tree: Tree) -> Tree:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import optax
 
-from jaxscale.layout import HOST, Layout, TensorInfo, host_memory_or_say, shardings_of
+from jaxscale.layout import HOST, Layout, TensorInfo, host_memory_or_say, layers_in_host_memory, shardings_of
 from jaxscale.optim.storage import check_fits, is_quantized
 
 if TYPE_CHECKING:
@@ -229,10 +229,14 @@ def place_state(infos: Tree, layout: Layout) -> Tree:
     """
     shardings = shardings_of(infos, layout, "opt_state")
 
+    def hosted(i: TensorInfo) -> bool:
+        stacked = bool(i.axes) and i.axes[0] == "layers"
+        return bool(i.path) and (not stacked or layers_in_host_memory(i.shape, i.dtype))
+
     def place(shardings: Tree, infos: Tree) -> Tree:
         if not _on_host(infos) or not host_memory_or_say("optimizer state", "stays on the device", layout):
             return shardings
-        return jax.tree.map(lambda s, i: s.with_memory_kind(HOST) if i.path else s, shardings, infos)
+        return jax.tree.map(lambda s, i: s.with_memory_kind(HOST) if hosted(i) else s, shardings, infos)
 
     return jax.tree.map(place, shardings, infos, is_leaf=_on_host)
 

@@ -11,7 +11,16 @@ import optax
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
-from jaxscale.layout import TensorInfo, current, host_memory_or_say, say_once
+from jaxscale.layout import (
+    TensorInfo,
+    current,
+    fetched,
+    host_memory_or_say,
+    in_host_memory,
+    layers_in_host_memory,
+    say_once,
+    stored_like,
+)
 from jaxscale.optim.adamw import AdamW
 from jaxscale.optim.base import (
     FusedTransformation,
@@ -112,15 +121,20 @@ def on_host(
         def by_layer(g: int, *trees: Tree) -> tuple[Tree, Tree, Tree]:
             """Update a group by a scan; each layer is a stack of one, so that logical axes still match dimensions."""
 
+            def store_layer(x: jax.Array) -> jax.Array:
+                return store(x) if layers_in_host_memory((1, *x.shape), x.dtype) else x
+
             def layer(_: None, trees: Tree) -> tuple[None, Tree]:
-                (grads, params), held = trees[:2], jax.tree.map(fetch, trees[2:])
+                like, held = trees[1], jax.tree.map(fetch, trees[2:])
+                grads, params = jax.tree.map(lambda x: fetched(x) if in_host_memory(x) else x, trees[:2])
                 out, inner, wide = one(g, *jax.tree.map(lambda x: x[None], (grads, params, *held)))
 
                 def flat(x: jax.Array) -> jax.Array:
                     return x[0]
 
                 out, inner, wide = jax.tree.map(flat, out), _each(flat, of_state, inner), jax.tree.map(flat, wide)
-                return None, (out, _each(store, of_state, inner), jax.tree.map(store, wide))
+                out = jax.tree.map(lambda x, p: stored_like(x, p) if in_host_memory(p) else x, out, like)
+                return None, (out, _each(store_layer, of_state, inner), jax.tree.map(store_layer, wide))
 
             _, (out, inner, wide) = jax.lax.scan(layer, None, trees)
             return out, jax.tree.map(lambda k, s: s[0] if k == _SCALAR else s, of_state, inner), wide

@@ -17,6 +17,7 @@ from jaxscale.step.algorithms import (
     Replicas,
     RobustGradients,
     Shrinking,
+    StreamLayers,
 )
 from jaxscale.step.algorithms.shrinking import subnet
 from jaxscale.step.backprop import Backprop, make_loss_and_grads, make_step
@@ -120,6 +121,7 @@ __all__ = [
     "MeZO",
     "OnceForAll",
     "Shrinking",
+    "StreamLayers",
     "NextToken",
     "NextTokens",
     "Objective",

@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 
 from jaxscale.config import register
-from jaxscale.layout import constrain
+from jaxscale.layout import TensorInfo, constrain, in_host_memory
 from jaxscale.nn.stats import tables
 from jaxscale.optim import apply_gradients, gradient_norm
 from jaxscale.optim.base import Schedule
@@ -166,7 +166,10 @@ def make_loss_and_grads(
     value = make_value(blueprint, objective)
 
     def lay_out(grads: Tree) -> Tree:
-        return jax.tree.map(lambda g, i: constrain(g, *i.axes, kind="grads"), grads, blueprint.infos)
+        def one(g: jax.Array, i: TensorInfo) -> jax.Array:
+            return g if in_host_memory(g) else constrain(g, *i.axes, kind="grads")
+
+        return jax.tree.map(one, grads, blueprint.infos)
 
     def of_stages(params: Tree, batch: Batch, key: jax.Array, weights: Totals, frozen: Tree) -> tuple[Tree, Totals]:
         assert stages is not None

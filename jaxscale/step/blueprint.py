@@ -15,9 +15,9 @@ import optax
 from flax import nnx
 
 from jaxscale.errors import ConfigError
-from jaxscale.layout import infer_names
+from jaxscale.layout import by_layer, infer_names
 from jaxscale.models.base import OverRun, Parametrised
-from jaxscale.optim import balanced, chain, without_biases
+from jaxscale.optim import balanced, chain, global_norm, without_biases
 from jaxscale.optim.base import Schedule
 from jaxscale.step.adaptation import Adapters
 from jaxscale.step.algorithm import Tree
@@ -192,8 +192,11 @@ def _clip(norm: float) -> optax.GradientTransformation:
     """Return `optax.clip_by_global_norm` with the norm computed in float32."""
 
     def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
-        total = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), updates))
-        factor = jnp.minimum(1.0, norm / jnp.maximum(total, 1e-12))
-        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), updates), state
+        factor = jnp.minimum(1.0, norm / jnp.maximum(global_norm(updates), 1e-12))
+
+        def scaled(g: jax.Array) -> jax.Array:
+            return (g * factor).astype(g.dtype)
+
+        return jax.tree.map(lambda g: by_layer(scaled, g), updates), state
 
     return optax.GradientTransformation(lambda _: optax.EmptyState(), update)

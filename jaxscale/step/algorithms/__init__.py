@@ -13,6 +13,7 @@ from jaxscale.step.algorithms.qzo import QZO
 from jaxscale.step.algorithms.replicas import LocalReplicas, Replicas
 from jaxscale.step.algorithms.robust import RobustGradients
 from jaxscale.step.algorithms.shrinking import Shrinking
+from jaxscale.step.algorithms.stream_layers import StreamLayers
 from jaxscale.step.algorithms.zo2 import ZO2
 
 __all__ = [
@@ -34,4 +35,5 @@ __all__ = [
     "Replicas",
     "RobustGradients",
     "Shrinking",
+    "StreamLayers",
 ]

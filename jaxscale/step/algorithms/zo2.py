@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxscale.config import register
 from jaxscale.errors import ConfigError
-from jaxscale.layout import DEVICE, TensorInfo
+from jaxscale.layout import TensorInfo, fetched, layers_in_host_memory, on_device, stored_like
 from jaxscale.nn import Run
 from jaxscale.nn.late import Late
 from jaxscale.optim import decay_mask
@@ -43,7 +43,7 @@ class ZO2(MeZO):
         """Return the infos of the parameters; those of layers are in host memory."""
 
         def placed(i: TensorInfo) -> TensorInfo:
-            return dataclasses.replace(i, host=is_stack(i))
+            return dataclasses.replace(i, host=is_stack(i) and layers_in_host_memory(i.shape, i.dtype))
 
         return {"params": jax.tree.map(placed, blueprint.infos), "opt_state": {}, "extra": {}}
 
@@ -88,8 +88,8 @@ class ZO2(MeZO):
             def layer(_: None, row: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
                 x, i = row
                 of_layer = jax.vmap(lambda k: jax.random.fold_in(k, i))(own)
-                new = moved(_fetched(x), (of_layer, *rest), info.axes[1:], decays)
-                return None, jax.device_put(new, jax.typeof(x).memory_space)
+                new = moved(fetched(x), (of_layer, *rest), info.axes[1:], decays)
+                return None, stored_like(new, x)
 
             return jax.lax.scan(layer, None, (x, jnp.arange(x.shape[0])))[1]
 
@@ -97,11 +97,7 @@ class ZO2(MeZO):
 
     def weights(self, state: TrainState) -> Tree:
         """Return the parameters on the device."""
-
-        def fetched(x: jax.Array) -> jax.Array:
-            return jax.device_put(x, x.sharding.with_memory_kind(DEVICE))
-
-        return jax.tree.map(fetched, state.params)
+        return on_device(state.params)
 
     def check(self, config: TrainConfig, blueprint: Blueprint) -> None:
         """Check that the model has layers that can be copied one by one, and that nothing else needs all of them."""
@@ -147,8 +143,4 @@ class _Perturbed(Late):
 
     def array(self) -> Float[Array, "..."]:
         """Return the perturbed parameter of a layer, on the device."""
-        return along(_fetched(self.stored), jax.random.wrap_key_data(self.keys), self.by, self.axes)
-
-
-def _fetched(x: jax.Array) -> jax.Array:
-    return jax.device_put(x, jax.memory.Space.Device)
+        return along(fetched(self.stored), jax.random.wrap_key_data(self.keys), self.by, self.axes)

@@ -96,8 +96,9 @@ def main() -> None:
         for window in WINDOWS:
             if window not in known:
                 about = {"jax": jax.__version__, "date": datetime.date.today().isoformat()}
+                line = json.dumps(cell(window) | about)
                 with CELLS.open("a") as file:
-                    file.write(json.dumps(cell(window) | about) + "\n")
+                    file.write(line + "\n")
     print(table())
 
 

@@ -40,7 +40,7 @@ class StreamLayers(Algorithm):
 
     Args:
       window: the most layers on the device. With 1, a layer waits for its copy. From 2 on, a layer is copied while the
-        one that is `window - 1` before it runs; a window takes that many layers of device memory more.
+        one that is `window - 1` before it runs. On TPUs more than 2 hide no more of the copies, and take memory.
 
     Raises:
       ConfigError: the window is not a whole number above 0.

@@ -3,9 +3,10 @@
 A run that formulas cover is searched by branch and bound (`jaxscale.plan.search_formulas`), any other by tracing steps
 (`jaxscale.plan.search_traced`), as many as there is time for. A candidate fits if the upper end of its error bar does
 (`jaxscale.plan.error_bars`). No faster candidate is missed where formulas give the memory. Where the traced step gives
-it, one is missed that takes less than formulas say by twice their error bar, or, in the layout of one that does not
-fit, as much as that one by formulas. Finally the fastest candidates of the Pareto front are compiled; if none of them
-fits, candidates that were left out are traced too.
+it, formulas decide which candidates are traced, so a faster one is missed if its traced memory is smaller than that of
+the formulas by more than twice their error bar, or if by formulas it takes as much as another one of its layout that
+did not fit. Finally the fastest candidates of the Pareto front are compiled; if none of them fits, candidates that were
+left out are traced too.
 """
 
 from __future__ import annotations

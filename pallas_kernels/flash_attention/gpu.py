@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ from pallas_kernels.flash_attention.gpu_walk import LOG2E, ROWS, WARPGROUPS, See
 from pallas_kernels.flash_attention.inputs import Inputs, Score, Settings
 from pallas_kernels.flash_attention.masks import Mask, Visits, masked, tile_table, visits
 from pallas_kernels.flash_attention.xla import of_rows
+from pallas_kernels.registers import registers_move, registers_stay
 from pallas_kernels.tiles import lookup
 
 TILE = ROWS * WARPGROUPS
@@ -94,8 +96,12 @@ def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[j
     kv, dv = inputs.v.shape[2:]
     if packs := 1 < h // kv and s <= ROWS and mask.blocks is None:
         inputs = _pack(inputs, mask)
-    tile = lookup("flash_attention", target.kind, kernel="forward", **_key(d, dv, score, _needs_tokens(inputs, mask)))
-    case = _Case.of(target, inputs, mask, score, q_tile=TILE, k_tile=tile["keys"])
+    tokens = _needs_tokens(inputs, mask)
+    tile = lookup("flash_attention", target.kind, kernel="forward", **_key(d, dv, score, tokens))
+    keys = tile["keys"]
+    if (mask.window is not None) + tokens + (d + dv >= 256) > 1 and not registers_move():
+        keys = min(keys, 64)  # a mask's arrays have no room beside 128 scores of a query
+    case = _Case.of(target, inputs, mask, score, q_tile=TILE, k_tile=keys)
     out, lse = attend(
         target,
         case.q(inputs.q),
@@ -106,7 +112,7 @@ def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[j
         case.walk,
         case.seen,
         case.weigher,
-        keys=tile["keys"],
+        keys=keys,
         slots=tile["slots"],
     )
     length = inputs.q.shape[1]
@@ -192,6 +198,7 @@ def one_pass(
         case.weigher,
         slots=(tile["slots"], tile["others"]),
         early=bool(tile["early"]) and score.kind == "softmax",  # sigmoid has two arrays of weights to hold
+        copier=registers_move(),
     )
     if stay:
         return {"q": kernel(keys=tile["keys"])}
@@ -316,6 +323,9 @@ def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any
                 yield _configuration(name, width, direction, **options)
     for direction in ("forward", "backward"):
         yield _configuration("float16 causal", (128, 128), direction, mask=Mask(causal=True), dtype="float16")
+    for width, name in itertools.product(WIDTHS, ("causal", "deterministic packed")):
+        case, fn, shapes = _configuration(name, width, "backward", **FEATURES[name])
+        yield f"{case}, two warpgroups", registers_stay()(fn), shapes
     yield _configuration("causal, heads packed", (128, 128), "forward", mask=Mask(causal=True), s=8, t=4096)
 
 

@@ -9,6 +9,7 @@ memory. These are five products; the order of the additions differs from run to 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,6 +54,7 @@ def of_keys(
     queries: int,
     slots: tuple[int, int],
     early: bool,
+    copier: bool,
 ) -> dict[str, jax.Array]:
     """Return some cotangents: "k" and "v" in their dtypes, and "q" in float32.
 
@@ -73,6 +75,7 @@ def of_keys(
         queries.
       slots: tiles of queries, and of their cotangents, in flight at a time.
       early: compute the weights while the product for their cotangents runs, which takes more registers.
+      copier: a warpgroup of its own copies tiles and leaves registers to the others; else the first of these copies.
     """
     (b, s, h, d), dv, dtype = q.shape, v.shape[3], q.dtype
     power = weigher.early(dtype)
@@ -101,20 +104,67 @@ def of_keys(
         wg, hide = lax.axis_index("wg"), seen(of_tokens).hide
         queue, douts = Ring(q_full, q_free, slots[0]), Ring(dout_full, dout_free, slots[1])
 
-        @pl.when(wg < WARPGROUPS)
-        def _() -> None:
-            if not target.interpret:
+        def bring_own(item: Item) -> None:
+            pl.when(item.n > 0)(lambda: plgpu.barrier_wait(kv_free))
+            for i in range(WARPGROUPS):
+                rows = pl.ds((item.tile * WARPGROUPS + i) * ROWS, ROWS)
+                plgpu.copy_gmem_to_smem(k_ref.at[item.b, rows, item.kv], k_s.at[i], kv_full)
+                if need_dp:
+                    plgpu.copy_gmem_to_smem(v_ref.at[item.b, rows, item.kv], v_s.at[i], kv_full)
+
+        def place(item: Item, u: Any) -> tuple[Any, Any]:
+            """Return the head and the rows of turn u of an item."""
+            return item.kv * groups + lax.div(u, item.count), pl.ds(
+                item.visit(lax.rem(u, item.count)) * queries, queries
+            )
+
+        def bring_q(item: Item, done: Any, u: Any) -> None:
+            (head, rows), slot = place(item, u), queue.slot(done + u)
+            queue.to_fill(done + u)
+            plgpu.copy_gmem_to_smem(q_ref.at[item.b, rows, head], q_s.at[slot], q_full.at[slot])
+            if softmax:
+                plgpu.copy_gmem_to_smem(stats_ref.at[item.b, head, :, rows], stats_s.at[slot], q_full.at[slot])
+
+        def bring_dout(item: Item, done: Any, u: Any) -> None:
+            (head, rows), slot = place(item, u), douts.slot(done + u)
+            douts.to_fill(done + u)
+            plgpu.copy_gmem_to_smem(dout_ref.at[item.b, rows, head], dout_s.at[slot], dout_full.at[slot])
+
+        def drain(done: Any) -> None:
+            plgpu.barrier_wait(kv_free)
+            queue.drain(done)
+            douts.drain(done)
+
+        def compute() -> None:
+            if copier and not target.interpret:
                 plgpu.set_max_registers(240, action="increase")
             mine_k, mine_v = k_s.at[wg], v_s.at[wg]
 
             def keys_item(item: Item, done: Any) -> Any:
                 tile, count, full = item.tile, item.count, item.full
                 k0 = (tile * WARPGROUPS + wg) * ROWS
+                fills = [(queue, functools.partial(bring_q, item, done))]
+                fills.append((douts, functools.partial(bring_dout, item, done)))
+                if not copier:
+
+                    @pl.when(wg == 0)
+                    def _() -> None:
+                        bring_own(item)
+                        for ring, fill in fills:
+                            ring.begin(fill, groups * count)
+
                 plgpu.barrier_wait(kv_full)
 
                 def turn(u: Any, n: Any, g: Any, sums: Any) -> Any:
                     slot, dout_slot = queue.slot(u), douts.slot(u)
                     i = item.visit(n)
+                    if not copier:
+
+                        @pl.when(wg == 0)
+                        def _() -> None:
+                            for ring, fill in fills:
+                                ring.go_on(fill, u - done, groups * count)
+
                     me = again(wg, u)
                     plgpu.barrier_wait(q_full.at[slot])
                     raw = product(k_s.at[me], q_s.at[slot].T, (ROWS, queries))
@@ -183,15 +233,15 @@ def of_keys(
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     dq_s[me] = dq_part
                     plgpu.commit_smem()
-                    place: tuple[Any, ...]
+                    to: tuple[Any, ...]
                     if queries == ROWS:
-                        place = (b, pl.ds(i * queries, ROWS), head, pl.ds(me * part[1], part[1]))
+                        to = (b, pl.ds(i * queries, ROWS), head, pl.ds(me * part[1], part[1]))
                     else:
-                        place = (b, pl.ds(i * queries + me * ROWS, ROWS), head)
+                        to = (b, pl.ds(i * queries + me * ROWS, ROWS), head)
                     if target.interpret:
-                        plgpu.copy_smem_to_gmem(dq_s.at[me], dq_ref.at[(tile, *place)])
+                        plgpu.copy_smem_to_gmem(dq_s.at[me], dq_ref.at[(tile, *to)])
                     else:
-                        plgpu.copy_smem_to_gmem(dq_s.at[me], dq_ref.at[(0, *place)], reduction_op="add")
+                        plgpu.copy_smem_to_gmem(dq_s.at[me], dq_ref.at[(0, *to)], reduction_op="add")
 
                 def of_head(g: Any, sums: Any) -> Any:
                     at = done + g * count
@@ -211,43 +261,33 @@ def of_keys(
                 plgpu.barrier_arrive(kv_free)
                 return done + groups * count
 
-            walk.each(keys_item, 0, plan_ref)
+            turns = walk.each(keys_item, 0, plan_ref)
             plgpu.wait_smem_to_gmem(0)
+            if not copier:
+                pl.when(wg == 0)(lambda: drain(turns))
 
-        @pl.when(wg == WARPGROUPS)
-        def _() -> None:
+        def copy() -> None:
             if not target.interpret:
                 plgpu.set_max_registers(24, action="decrease")
 
             def bring_item(item: Item, done: Any) -> Any:
-                tile, count = item.tile, item.count
-                pl.when(item.n > 0)(lambda: plgpu.barrier_wait(kv_free))
-                for i in range(WARPGROUPS):
-                    rows = pl.ds((tile * WARPGROUPS + i) * ROWS, ROWS)
-                    plgpu.copy_gmem_to_smem(k_ref.at[item.b, rows, item.kv], k_s.at[i], kv_full)
-                    if need_dp:
-                        plgpu.copy_gmem_to_smem(v_ref.at[item.b, rows, item.kv], v_s.at[i], kv_full)
+                bring_own(item)
 
                 def bring(u: Any, _: None) -> None:
-                    head = item.kv * groups + lax.div(u, count)
-                    rows = pl.ds(item.visit(lax.rem(u, count)) * queries, queries)
-                    slot, dout_slot = queue.slot(done + u), douts.slot(done + u)
-                    queue.to_fill(done + u)
-                    plgpu.copy_gmem_to_smem(q_ref.at[item.b, rows, head], q_s.at[slot], q_full.at[slot])
-                    if softmax:
-                        plgpu.copy_gmem_to_smem(stats_ref.at[item.b, head, :, rows], stats_s.at[slot], q_full.at[slot])
-                    douts.to_fill(done + u)
-                    plgpu.copy_gmem_to_smem(
-                        dout_ref.at[item.b, rows, head], dout_s.at[dout_slot], dout_full.at[dout_slot]
-                    )
+                    bring_q(item, done, u)
+                    bring_dout(item, done, u)
 
-                lax.fori_loop(0, groups * count, bring, None)
-                return done + groups * count
+                turns = groups * item.count
+                lax.fori_loop(0, turns, bring, None)
+                return done + turns
 
-            done = walk.each(bring_item, 0, plan_ref)
-            plgpu.barrier_wait(kv_free)
-            queue.drain(done)
-            douts.drain(done)
+            drain(walk.each(bring_item, 0, plan_ref))
+
+        if copier:
+            pl.when(wg < WARPGROUPS)(compute)
+            pl.when(wg == WARPGROUPS)(copy)
+        else:
+            compute()
 
     def buffer(*shape: int, of: Any = dtype) -> Any:
         return plgpu.SMEM(shape, of, transforms=swizzled(shape[-1], of))
@@ -258,7 +298,7 @@ def of_keys(
         out_type=tuple(jax.ShapeDtypeStruct({"k": k, "v": v}[w].shape, dtype) for w in made),
         grid=(walk.blocks,),
         grid_names=("block",),
-        num_threads=WARPGROUPS + 1,
+        num_threads=WARPGROUPS + copier,
         thread_name="wg",
         scratch_types=[
             buffer(WARPGROUPS, ROWS, d),

@@ -7,6 +7,7 @@ whose sums do not all fit in registers at once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ def of_queries(
     keys: int,
     slots: tuple[int, int],
     early: bool,
+    copier: bool,
 ) -> jax.Array:
     """Return the cotangent of q, in its dtype.
 
@@ -67,6 +69,7 @@ def of_queries(
       keys: keys of a tile.
       slots: tiles of keys, and of values, in flight at a time.
       early: as for `gpu_keys.of_keys`.
+      copier: as for `gpu_keys.of_keys`.
     """
     d, dv, dtype = q.shape[3], v.shape[3], q.dtype
     power = weigher.early(dtype)
@@ -80,14 +83,45 @@ def of_queries(
         wg, hide = lax.axis_index("wg"), seen(of_tokens).hide
         ring_k, ring_v = Ring(k_full, k_free, slots[0]), Ring(v_full, v_free, slots[1])
 
-        @pl.when(wg < WARPGROUPS)
-        def _() -> None:
-            if not target.interpret:
+        def bring_own(item: Item) -> None:
+            head = item.kv * heads + item.g
+            pl.when(item.n > 0)(lambda: plgpu.barrier_wait(own_free))
+            for i in range(WARPGROUPS):
+                rows = pl.ds((item.tile * WARPGROUPS + i) * ROWS, ROWS)
+                plgpu.copy_gmem_to_smem(q_ref.at[item.b, rows, head], q_s.at[i], own_full)
+                plgpu.copy_gmem_to_smem(dout_ref.at[item.b, rows, head], dout_s.at[i], own_full)
+
+        def bring_k(item: Item, done: Any, n: Any) -> None:
+            rows, slot = pl.ds(item.visit(n) * keys, keys), ring_k.slot(done + n)
+            ring_k.to_fill(done + n)
+            plgpu.copy_gmem_to_smem(k_ref.at[item.b, rows, item.kv], k_s.at[slot], k_full.at[slot])
+
+        def bring_v(item: Item, done: Any, n: Any) -> None:
+            rows, slot = pl.ds(item.visit(n) * keys, keys), ring_v.slot(done + n)
+            ring_v.to_fill(done + n)
+            plgpu.copy_gmem_to_smem(v_ref.at[item.b, rows, item.kv], v_s.at[slot], v_full.at[slot])
+
+        def drain(done: Any) -> None:
+            plgpu.barrier_wait(own_free)
+            ring_k.drain(done)
+            ring_v.drain(done)
+
+        def compute() -> None:
+            if copier and not target.interpret:
                 plgpu.set_max_registers(240, action="increase")
 
             def queries_item(item: Item, done: Any) -> Any:
                 q0 = (item.tile * WARPGROUPS + wg) * ROWS
                 count, full, head = item.count, item.full, item.kv * heads + item.g
+                fills = [(ring_k, functools.partial(bring_k, item, done))]
+                fills.append((ring_v, functools.partial(bring_v, item, done)))
+                if not copier:
+
+                    @pl.when(wg == 0)
+                    def _() -> None:
+                        bring_own(item)
+                        for ring, fill in fills:
+                            ring.begin(fill, count)
 
                 def stat(row: int) -> Any:
                     part = stats_ref.at[item.b, head, row, pl.ds(q0, ROWS)]
@@ -100,6 +134,13 @@ def of_queries(
                     u = done + n
                     slot, v_slot = ring_k.slot(u), ring_v.slot(u)
                     me = again(wg, u)
+                    if not copier:
+
+                        @pl.when(wg == 0)
+                        def _() -> None:
+                            for ring, fill in fills:
+                                ring.go_on(fill, n, count)
+
                     plgpu.barrier_wait(k_full.at[slot])
                     raw = product(q_s.at[me], k_s.at[slot].T, (ROWS, keys))
 
@@ -129,38 +170,32 @@ def of_queries(
                 plgpu.barrier_arrive(own_free)
                 return done + count
 
-            walk.each(queries_item, 0, plan_ref)
+            turns = walk.each(queries_item, 0, plan_ref)
             plgpu.wait_smem_to_gmem(0)
+            if not copier:
+                pl.when(wg == 0)(lambda: drain(turns))
 
-        @pl.when(wg == WARPGROUPS)
-        def _() -> None:
+        def copy() -> None:
             if not target.interpret:
                 plgpu.set_max_registers(24, action="decrease")
 
             def bring_item(item: Item, done: Any) -> Any:
-                tile, head = item.tile, item.kv * heads + item.g
-                pl.when(item.n > 0)(lambda: plgpu.barrier_wait(own_free))
-                for i in range(WARPGROUPS):
-                    rows = pl.ds((tile * WARPGROUPS + i) * ROWS, ROWS)
-                    plgpu.copy_gmem_to_smem(q_ref.at[item.b, rows, head], q_s.at[i], own_full)
-                    plgpu.copy_gmem_to_smem(dout_ref.at[item.b, rows, head], dout_s.at[i], own_full)
+                bring_own(item)
 
                 def bring(n: Any, _: None) -> None:
-                    rows = pl.ds(item.visit(n) * keys, keys)
-                    slot, v_slot = ring_k.slot(done + n), ring_v.slot(done + n)
-                    ring_k.to_fill(done + n)
-                    plgpu.copy_gmem_to_smem(k_ref.at[item.b, rows, item.kv], k_s.at[slot], k_full.at[slot])
-                    ring_v.to_fill(done + n)
-                    plgpu.copy_gmem_to_smem(v_ref.at[item.b, rows, item.kv], v_s.at[v_slot], v_full.at[v_slot])
+                    bring_k(item, done, n)
+                    bring_v(item, done, n)
 
-                count = item.count
-                lax.fori_loop(0, count, bring, None)
-                return done + count
+                lax.fori_loop(0, item.count, bring, None)
+                return done + item.count
 
-            done = walk.each(bring_item, 0, plan_ref)
-            plgpu.barrier_wait(own_free)
-            ring_k.drain(done)
-            ring_v.drain(done)
+            drain(walk.each(bring_item, 0, plan_ref))
+
+        if copier:
+            pl.when(wg < WARPGROUPS)(compute)
+            pl.when(wg == WARPGROUPS)(copy)
+        else:
+            compute()
 
     def buffer(*shape: int) -> Any:
         return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1], dtype))
@@ -171,7 +206,7 @@ def of_queries(
         out_type=jax.ShapeDtypeStruct(q.shape, dtype),
         grid=(walk.blocks,),
         grid_names=("block",),
-        num_threads=WARPGROUPS + 1,
+        num_threads=WARPGROUPS + copier,
         thread_name="wg",
         scratch_types=[
             buffer(WARPGROUPS, ROWS, d),

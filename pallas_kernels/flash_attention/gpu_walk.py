@@ -8,6 +8,7 @@ them the tiles with the most visits come first, so that only short ones are left
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -184,6 +185,16 @@ class Ring:
     def to_fill(self, turn: Any) -> None:
         """Wait until the slot's last user is done."""
         pl.when(turn >= self.slots)(lambda: plgpu.barrier_wait(self.free.at[self.slot(turn)]))
+
+    def begin(self, fill: Callable[[Any], None], turns: Any) -> None:
+        """Fill the slots before the first of an item's turns, where the warpgroup that fills also computes."""
+        for turn in range(self.slots):
+            pl.when(turn < turns)(functools.partial(fill, turn))
+
+    def go_on(self, fill: Callable[[Any], None], turn: Any, turns: Any) -> None:
+        """Fill the slot of the turn before `turn` for a later one: by now the other warpgroup has emptied it, too."""
+        later = turn - 1 + self.slots
+        pl.when((turn > 0) & (later < turns))(lambda: fill(later))
 
     def drain(self, turns: Any) -> None:
         """Wait, after the last fill, for all slots: every phase of a barrier has to be waited for."""

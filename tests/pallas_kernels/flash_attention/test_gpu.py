@@ -17,6 +17,7 @@ from pallas_kernels.flash_attention import NAMES, Blocks, flash_attention
 from pallas_kernels.flash_attention.gpu_walk import Walk
 from pallas_kernels.flash_attention.masks import FULL, SKIP, visits
 from pallas_kernels.gate import configurations
+from pallas_kernels.registers import registers_stay
 from tests.pallas_kernels.flash_attention.cases import FEATURES, covering, name_of
 from tests.pallas_kernels.flash_attention.test_values import check
 
@@ -44,6 +45,15 @@ def test_values_and_gradients_are_as_exact_as_plain_ones(case):
 def test_widths_whose_sums_take_a_kernel_each_are_as_exact(case):
     with interpreted(races=True):
         check(dict.fromkeys(FEATURES) | {"kind": "softmax"} | case, "mosaic_gpu")
+
+
+@interpreter
+@pytest.mark.parametrize("case", [*CASES[:2], WIDE[0]], ids=name_of)
+def test_gradients_of_two_warpgroups_that_copy_their_tiles_are_as_exact(case):
+    jax.clear_caches()
+    with interpreted(races=True), registers_stay():
+        check(dict.fromkeys(FEATURES) | {"kind": "softmax"} | case, "mosaic_gpu")
+    jax.clear_caches()
 
 
 def arrays(s, t, h=2, kv=1, d=64):
@@ -128,6 +138,7 @@ GATE = [
     "64/64 packed softcap backward",
     pytest.param("256/256 odd packed both sides backward", marks=SPILLS),
     "128/128 deterministic backward",
+    "128/128 causal backward, two warpgroups",
 ]
 
 

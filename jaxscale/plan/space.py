@@ -96,6 +96,7 @@ def candidates(config: TrainConfig, devices: int, space: Space, slices: int = 1)
             models[name] = dataclasses.replace(config.model, memory=name)  # type: ignore[type-var]
     blueprint, _ = blueprint_of(config)
     infos = blueprint.algorithm.infos(blueprint)
+    checked: dict[tuple[str, int], TrainConfig] = {}
     for sizes in meshes(devices, space.axes or axes_of(config)):
         for layout in _layouts(config, sizes, slices) if sizes.get("pipeline", 1) <= space.stages else ():
             try:
@@ -107,8 +108,17 @@ def candidates(config: TrainConfig, devices: int, space: Space, slices: int = 1)
             for accumulate, pipeline in batches:
                 scheduled = dataclasses.replace(layout, pipeline=pipeline) if pipeline else layout
                 for name, model in models.items():
-                    changed = dataclasses.replace(config, model=model, layout=scheduled, accumulate=accumulate)
-                    yield Candidate(changed, name, state + gradients)
+                    if (name, accumulate) not in checked:
+                        checked[name, accumulate] = dataclasses.replace(config, model=model, accumulate=accumulate)
+                    yield Candidate(_on(checked[name, accumulate], scheduled), name, state + gradients)
+
+
+def _on(config: TrainConfig, layout: Layout) -> TrainConfig:
+    """Return the settings on a layout without the checks of `TrainConfig`, which depend on no layout and take long."""
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    changed = object.__new__(type(config))
+    changed.__dict__.update(values, layout=layout)
+    return changed
 
 
 def _layouts(config: TrainConfig, sizes: dict[str, int], slices: int) -> Iterator[Layout]:

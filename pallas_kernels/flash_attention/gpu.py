@@ -1,8 +1,8 @@
 """Attention for Hopper in Mosaic GPU: supported cases, and how arrays are laid out for the kernels.
 
 Sequences are padded to whole tiles, and `masks.tile_table` decides for each example which tiles meet. Where a tile of
-128 queries would be half empty, the query heads of a key head are packed into it, each query with its position. The
-backward pass is one kernel for widths of 64 and 128, and several kernels in these cases:
+128 queries would be half empty, the query heads of a key head are packed into it, each query with its position. Where
+tiles of queries are fewer than multiprocessors, keys are cut into stretches (`gpu_split`). The backward pass is one kernel for widths of 64 and 128, and several kernels in these cases:
 
   deterministic, or another width            keys and values together, queries      7 products of tiles, in place of 5
   width 64 with a soft-cap                   the same: the soft-cap's slope takes the registers
@@ -24,7 +24,7 @@ import numpy as np
 
 from pallas_kernels.aot import SHARED_MEMORY
 from pallas_kernels.dispatch import Target, hopper
-from pallas_kernels.flash_attention import examples
+from pallas_kernels.flash_attention import examples, gpu_split
 from pallas_kernels.flash_attention.gpu_forward import attend, shared_memory
 from pallas_kernels.flash_attention.gpu_keys import of_keys
 from pallas_kernels.flash_attention.gpu_queries import of_queries
@@ -94,7 +94,14 @@ def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[j
     """Return the output in q's dtype, and the float32 log-sum-exp (B, S, H), `None` for sigmoid."""
     b, s, h, d = inputs.q.shape
     kv, dv = inputs.v.shape[2:]
-    if packs := 1 < h // kv and s <= ROWS and mask.blocks is None:
+    packs = 1 < h // kv and s <= ROWS and mask.blocks is None
+    if score.kind == "softmax" and mask.blocks is None and mask.window is None:
+        blocks = b * kv * (-(-s * (h // kv) // TILE) if packs else h // kv * -(-s // TILE))
+        if (n := gpu_split.stretches(target.cores, blocks, inputs.k.shape[1])) > 1:
+            out, lse = forward(target, gpu_split.cut(inputs, mask, n), mask, score)
+            assert lse is not None
+            return gpu_split.merge(out, lse, n)
+    if packs:
         inputs = _pack(inputs, mask)
     tokens = _needs_tokens(inputs, mask)
     tile = lookup("flash_attention", target.kind, kernel="forward", **_key(d, dv, score, tokens))
@@ -326,7 +333,8 @@ def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any
     for width, name in itertools.product(WIDTHS, ("causal", "deterministic packed")):
         case, fn, shapes = _configuration(name, width, "backward", **FEATURES[name])
         yield f"{case}, two warpgroups", registers_stay()(fn), shapes
-    yield _configuration("causal, heads packed", (128, 128), "forward", mask=Mask(causal=True), s=8, t=4096)
+    yield _configuration("causal, heads packed", (128, 128), "forward", mask=Mask(causal=True), s=8, t=2048)
+    yield _configuration("causal, keys cut", (128, 128), "forward", mask=Mask(causal=True), s=8, t=16384)
 
 
 def _configuration(name: str, width: tuple[int, int], direction: str, **options: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels.aot import compile_kernel, kernel_reports
 from pallas_kernels.dispatch import JAX_VERSION, KernelError, Target, interpreted, on_device
-from pallas_kernels.flash_attention import NAMES, Blocks, flash_attention
+from pallas_kernels.flash_attention import NAMES, Blocks, flash_attention, gpu_split
 from pallas_kernels.flash_attention.gpu_walk import Walk
 from pallas_kernels.flash_attention.masks import FULL, SKIP, visits
 from pallas_kernels.gate import configurations
@@ -54,6 +54,30 @@ def test_gradients_of_two_warpgroups_that_copy_their_tiles_are_as_exact(case):
     with interpreted(races=True), registers_stay():
         check(dict.fromkeys(FEATURES) | {"kind": "softmax"} | case, "mosaic_gpu")
     jax.clear_caches()
+
+
+@interpreter
+@pytest.mark.parametrize("segments", [False, True], ids=["causal", "packed"])
+def test_stretches_of_keys_merge_into_the_same_output(segments, monkeypatch):
+    merged, merge = [], gpu_split.merge
+    monkeypatch.setattr(gpu_split, "LEAST", 128)
+    monkeypatch.setattr(gpu_split, "merge", lambda out, lse, n: merged.append(n) or merge(out, lse, n))
+    q, k, v = arrays(8, 512)
+    ids = (np.arange(512) >= 300).astype(np.int32)[None]  # no query sees the first stretch
+    options = {"segment_ids": (ids[:, -8:], ids)} if segments else {}
+    attend = functools.partial(flash_attention, causal=True, return_lse=True, **options)
+    with interpreted(races=True):
+        got = attend(q, k, v, implementation="mosaic_gpu")
+    assert merged == [2]
+    for a, b in zip(got, attend(q, k, v, implementation="dense"), strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-2, atol=1e-2)
+
+
+def test_keys_are_cut_where_multiprocessors_would_be_idle():
+    assert gpu_split.stretches(132, 8, 131072) == 16
+    assert gpu_split.stretches(132, 8, 16384) == 8  # of 2,048 keys each
+    assert gpu_split.stretches(132, 8, 131072 + 256) == 2  # whole tiles
+    assert gpu_split.stretches(132, 67, 131072) == gpu_split.stretches(132, 8, 2048) == 1
 
 
 def arrays(s, t, h=2, kv=1, d=64):

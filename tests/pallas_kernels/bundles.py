@@ -1,16 +1,11 @@
-"""What the compiler schedules for attention's kernels on TPUs: bundles of a step, and the unit that bounds them.
-
-    python -m tests.pallas_kernels.bundles            # writes pallas_kernels/BOUNDS.md (needs libtpu, no TPU)
-    python -m tests.pallas_kernels.bundles --check    # compares with it: 1 if a kernel has 5% more bundles
+"""Steps of a TPU kernel: bundles of the compiler's final schedule, instructions, and bytes that are copied.
 
 A bundle is what a core issues in a cycle. libtpu writes the final schedule of every kernel if it is loaded with
-`--xla_jf_dump_to`; a step on two tiles is a region of that schedule without loops or waits for copies, so its bundles
-are its cycles.
+`--xla_jf_dump_to`; a region of that schedule without jumps or waits has as many cycles as bundles.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
@@ -24,14 +19,11 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import dispatch
 from pallas_kernels.aot import compile_kernel
 from pallas_kernels.flash_attention import Mask, examples, tpu
-from pallas_kernels.gate import TPUS
+from pallas_kernels.gate import configurations, operations
 
-TABLE = Path(dispatch.__file__).parent / "BOUNDS.md"
 TILE, TOKENS, HEADS, KEY_HEADS, WIDTH = 1024, 4096, 4, 1, 128
-WORSE = 1.05
 INSTRUCTIONS = {
     "results": r"vpop\.f32\.m",
     "exps": r"(?:vexp2|vpow2)\.",
@@ -42,10 +34,28 @@ INSTRUCTIONS = {
 """What is counted -> its instruction. A result is a register that a matrix unit returns, of 8 by 128 numbers."""
 RATES = {"results": 1, "exps": 1, "arithmetic": 4}
 """The most of each in a bundle of a v6e or TPU7x. Matrix units: the peak over clock and size of a result."""
-RATED = ("v6e", "tpu7x")
+HERTZ = {"v6e": 918e12 / (8 * 128 * 256 * 2), "tpu7x": 1153.5e12 / (8 * 128 * 256 * 2)}
+"""Clock of a chip: its peak over the operations of a result, of which its matrix units return one a cycle."""
+BYTES = {"v6e": 1.638e12, "tpu7x": 3.69e12}
+"""Bytes a second of a chip's memory, a core's share (data sheets)."""
+CASES = {
+    "blockwise": ("adamw bfloat16 mlp, fsdp=8", "adamw float32 mlp, fsdp=8"),
+    "chunked_recurrence": ("GLA bfloat16 forward",),
+    "cut_cross_entropy": ("bfloat16 4096 ve 128256 forward", "bfloat16 4096 ve 128256 backward"),
+    "decode_attention": ("bfloat16 128 contiguous", "bfloat16 128 pages of 16"),
+    "fftconv": ("4096 tokens convolve", "4096 tokens spectrum"),
+    "flash_attention": (),  # `attention` has them, beside JAX's kernels
+    "grouped_experts": ("qwen3 hidden", "qwen3 gradients"),
+    "grouped_matmul": ("qwen3 forward", "qwen3 input gradient", "qwen3 kernel gradient"),
+    "grouped_stored_matmul": ("qwen3 int8", "qwen3 mxfp4"),
+    "routed_experts": ("qwen3 256 tokens",),
+    "softmax": ("bfloat16 32765 softmax", "bfloat16 32765 softmax_backward", "float32 262141 sums"),
+    "stored_matmul": ("int4, groups of 128", "int8", "mxfp4", "int4, 1024 rows bfloat16"),
+}
+"""Configurations of the gate that the table has; of an op that is not here, the first one."""
 
 
-def kernels() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+def attention() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     """Yield (name, function, shapes): attention's passes, and JAX's splash attention on the same arrays."""
     sizes: dict[str, Any] = {"b": 1, "s": TOKENS, "h": HEADS, "kv": KEY_HEADS, "d": WIDTH, "dv": WIDTH}
     splash = [jax.ShapeDtypeStruct((1, heads, TOKENS, WIDTH), "bfloat16") for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
@@ -69,128 +79,142 @@ def _splash(gradient: bool, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
     return pull(y)
 
 
-def steps(schedule: str) -> list[dict[str, int]]:
-    """Return the regions of a kernel's final schedule that have matrix products: bundles and counted instructions."""
-    regions: list[list[str]] = [[]]
+def others() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    """Yield (name, function, shapes) of every other op's `CASES`."""
+    for op in operations("tpu"):
+        every = {name: (fn, shapes) for name, fn, shapes in configurations(op, "tpu")}
+        for name in CASES.get(op, tuple(every)[:1]):
+            yield (f"{op}: {name}", *every[name])
+
+
+def regions(schedule: str) -> list[dict[str, int]]:
+    """Return the regions of a kernel's final schedule: bundles, depth in loops, and counted instructions.
+
+    Args:
+      schedule: what libtpu writes.
+    """
+    every: list[list[tuple[int, str]]] = [[]]
     for line in schedule.splitlines():
-        if bundle := re.match(r" *(?:0x[0-9a-f]+|0) +([A-Z]{2})? *: ", line):
+        if bundle := re.match(r" *(?:0x[0-9a-f]+|0) +([A-Z]{2})? *: *(>*)", line):
             if bundle[1]:  # a label: a jump may arrive here
-                regions.append([])
-            regions[-1].append(line)
+                every.append([])
+            every[-1].append((len(bundle[2]), line))
     results = []
-    for lines in regions:
-        text = "\n".join(lines)
-        if "vmatmul" in text:
-            counts = {name: len(re.findall(code, text)) for name, code in INSTRUCTIONS.items()}
-            results.append({"bundles": len(lines), **counts})
+    for lines in filter(None, every):
+        text = "\n".join(line for _, line in lines)
+        counts = {name: len(re.findall(code, text)) for name, code in INSTRUCTIONS.items()}
+        copied = sum(map(int, re.findall(r"dma\.(?:hbm_to_vmem|vmem_to_hbm) \[.*?size_in_granules=\*/(\d+)", text)))
+        products = int("vmatmul" in text)
+        results.append({"bundles": len(lines), "depth": lines[0][0], **counts, "copied": 32 * copied, "mxu": products})
     return results
 
 
-def row(name: str, chip: str, regions: list[dict[str, int]]) -> str:
-    """Return a line of the table, from a kernel's regions with products."""
+def steps(regions: list[dict[str, int]]) -> list[dict[str, int]]:
+    """Return the regions with matrix products.
+
+    Args:
+      regions: of a kernel.
+    """
+    return [region for region in regions if region["mxu"]]
+
+
+def attention_row(name: str, chip: str, regions: list[dict[str, int]]) -> str:
+    """Return a line of attention's table.
+
+    Args:
+      name: of the kernel.
+      chip: its TPU.
+      regions: of its schedule, those with products.
+    """
     full, partial = min(regions, key=lambda r: r["bundles"]), max(regions, key=lambda r: r["bundles"])
-    least = {what: full[what] / rate for what, rate in RATES.items()}
-    bound = max(least, key=lambda what: least[what])
     numbers = [full["bundles"], partial["bundles"], *(full[what] for what in INSTRUCTIONS)]
-    bounds = [f"{bound}: {least[bound]:,.0f}", f"{least[bound] / full['bundles']:.2f}"] if chip in RATED else ["?", "?"]
+    return line(name, chip, numbers, full, {})
+
+
+def other_row(name: str, chip: str, regions: list[dict[str, int]]) -> str:
+    """Return a line of the other kernels' table, of the region that computes most.
+
+    Args:
+      name: of the kernel.
+      chip: its TPU.
+      regions: of its schedule.
+    """
+    step = max(regions, key=lambda r: sum(r[what] / rate for what, rate in RATES.items()))
+    # The copies of one step, unless the region is a loop inside it.
+    whole = step["depth"] <= min(r["depth"] for r in regions if r["copied"] or r is step)
+    copied = sum(r["copied"] for r in regions) if whole else 0
+    memory = {"memory": copied * HERTZ[chip] / BYTES[chip]} if copied and chip in HERTZ else {}
+    return line(name, chip, [step["bundles"], *(step[what] for what in INSTRUCTIONS), copied // 1024], step, memory)
+
+
+def line(name: str, chip: str, numbers: list[int], step: dict[str, int], more: dict[str, float]) -> str:
+    """Return a line of a table, which ends with the unit that bounds a step, its cycles, and their share of the step.
+
+    Args:
+      name: of the kernel.
+      chip: its TPU.
+      numbers: of the columns before.
+      step: bundles and instructions of a step.
+      more: other units' cycles.
+    """
+    least = {what: step[what] / rate for what, rate in RATES.items()} | more
+    bound = max(least, key=lambda what: least[what])
+    share = least[bound] / step["bundles"]
+    bounds = [f"{bound}: {least[bound]:,.0f}", f"{share:.2f}"] if chip in HERTZ else ["?", "?"]
     return f"| {' | '.join([name, chip, *(f'{n:,}' for n in numbers), *bounds])} |"
 
 
-def rows(chip: str) -> Iterator[str]:
-    """Compile for a chip in a new process, whose libtpu writes its schedules, and yield the table's lines."""
+def rows(chip: str) -> Iterator[tuple[str, str]]:
+    """Compile for a chip in a new process, whose libtpu writes its schedules; yield (table, line).
+
+    Args:
+      chip: a TPU generation.
+    """
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
-        command = [sys.executable, "-m", "tests.pallas_kernels.bundles", "--compile", chip, folder]
+        command = [sys.executable, "-m", "tests.pallas_kernels.bundles", chip, folder]
         done = subprocess.run(
             command, env={**os.environ, "LIBTPU_INIT_ARGS": flags}, check=True, stdout=subprocess.PIPE, text=True
         )
-    for line in done.stdout.splitlines():
-        if line.startswith("{"):
-            for name, regions in json.loads(line).items():
-                yield row(name, chip, regions)
+    for text in done.stdout.splitlines():
+        if text.startswith("["):
+            table, name, matched = json.loads(text)
+            yield table, (attention_row if table == "attention" else other_row)(name, chip, matched)
 
 
 def _compile(chip: str, folder: Path) -> None:
-    """Print the regions of every kernel as a line of JSON."""
-    for name, fn, shapes in kernels():
-        compile_kernel(fn, *shapes, topology=chip)
-        programs = []
-        for path in sorted(folder.glob("*final_bundles.txt")):
-            text = path.read_text()
-            path.unlink()
-            if "schedule-analysis" not in path.name and (regions := steps(text)):
-                programs.append(regions)
+    """Print each kernel's table, name and regions as a line of JSON."""
+    for name, fn, shapes in attention():
+        programs = [matched for _, text in _programs(fn, shapes, chip, folder) if (matched := steps(regions(text)))]
         programs.sort(key=lambda regions: -regions[0]["results"])
         if name == "splash backward":
             programs = programs[:1]  # without the forward pass that it needs
         parts = [name] if len(programs) == 1 else [f"{name}, {part}" for part in ("keys", "queries")]
-        print(json.dumps(dict(zip(parts, programs, strict=True))), flush=True)
+        for part, matched in zip(parts, programs, strict=True):
+            print(json.dumps(["attention", part, matched]), flush=True)
+    for name, fn, shapes in others():
+        every = _programs(fn, shapes, chip, folder, kernels=True)
+        for n, (_, text) in enumerate(every):
+            part = f", kernel {n + 1}" if len(every) > 1 else ""
+            print(json.dumps(["others", name + part, regions(text)]), flush=True)
 
 
-def document() -> str:
-    """Return the whole document."""
-    import libtpu
-
-    head = f"""# What bounds attention on TPUs
-
-Generated by `python -m tests.pallas_kernels.bundles` with jax {jax.__version__} and libtpu {libtpu.__version__}, for
-causal bfloat16 attention {WIDTH} wide: a step on {TILE:,} queries and {TILE:,} keys of one head, in the final schedule
-of the compiler. *Bundles* are cycles of a core if nothing waits for memory; a step that masks has more (*masked*). The
-other numbers are instructions of an unmasked step: registers of results from the matrix units (of 8 by 128 numbers),
-registers of exponentials, of other arithmetic, and stores, of which some only because registers ran out (*spilled*).
-
-*Bound* names the unit that needs the most cycles for its instructions alone, and the last column is its share of the
-step: what a perfect overlap of all units could still gain. A core takes one register of exponentials and four of
-arithmetic a cycle, and the matrix units of a v6e or TPU7x return one register of results. By data sheets those of
-a v5e or v5p return half a register, but the compiler schedules more, so its bundles are fewer than cycles there, and no
-bound is given.
-*splash* is `jax.experimental.pallas.ops.tpu.splash_attention` with tiles of the same size. Nothing here was timed.
-
-| kernel | TPU | bundles | masked | results | exps | arithmetic | stores | spilled | bound | of the step |
-|---|---|---|---|---|---|---|---|---|---|---|
-"""
-    lines = [line for chip in TPUS for line in rows(chip)]
-    return head + "".join(f"{line}\n" for line in sorted(lines, key=lambda line: line.split(" | ")[0]))
-
-
-def check() -> int:
-    """Print how the bundles differ from the table's, and return 1 if a kernel has 5% more."""
-    before = {key: n for key, n in map(_bundles, TABLE.read_text().splitlines()) if key}
-    worse = 0
-    for chip in TPUS:
-        for line in rows(chip):
-            key, n = _bundles(line)
-            old = before.get(key, n)
-            worse |= n > WORSE * old
-            print(f"{', '.join(key):32s} {old:6,} -> {n:6,}  {n / old - 1:+.1%}")
-    return int(worse)
-
-
-def _bundles(line: str) -> tuple[tuple[str, ...], int]:
-    cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
-    if len(cells) < 3 or not cells[2].replace(",", "").isdigit():
-        return (), 0
-    return tuple(cells[:2]), int(cells[2].replace(",", ""))
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-      argv: arguments; those of the process by default.
-    """
-    parser = argparse.ArgumentParser(prog="python -m tests.pallas_kernels.bundles", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare with the table instead of writing it")
-    parser.add_argument("--compile", nargs=2, metavar=("CHIP", "FOLDER"), help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    if options.compile:
-        _compile(options.compile[0], Path(options.compile[1]))
-        return 0
-    if options.check:
-        return check()
-    TABLE.write_text(document(), encoding="utf-8")
-    return 0
+def _programs(
+    fn: Callable[..., Any], shapes: tuple[Any, ...], chip: str, folder: Path, kernels: bool = False
+) -> list[tuple[str, str]]:
+    """Return the names and schedules of a function's programs; with `kernels`, of its Pallas kernels alone."""
+    compiled = compile_kernel(fn, *shapes, topology=chip).as_text() or ""
+    lines = (text for text in compiled.splitlines() if 'custom_call_target="tpu_custom_call"' in text)
+    calls = [text.split(" = ")[0].removeprefix("  ROOT ").strip(" %") for text in lines]
+    programs = []
+    for path in sorted(folder.glob("*final_bundles.txt")):
+        name = re.sub(r"^\d+-|-\d+-final_bundles\.txt$", "", path.name)
+        if "schedule-analysis" not in path.name and (name in calls or not kernels):
+            programs.append((name, path.read_text()))
+    for path in folder.iterdir():
+        path.unlink()
+    return programs
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _compile(sys.argv[1], Path(sys.argv[2]))

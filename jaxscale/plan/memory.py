@@ -126,7 +126,9 @@ def estimate(config: TrainConfig, topology: str | Topology) -> Estimate:
 
 
 def held_bytes(blueprint: Blueprint, infos: dict[str, Any], layout: Layout) -> tuple[int, int, int]:
-    """Bytes of the state on a device, of gradients, and of optimizer state in host memory.
+    """Bytes of the state on a device, of gradients there, and of the state in host memory.
+
+    Gradients of parameters in host memory are not on the device, either.
 
     Args:
       blueprint: the run's blueprint.
@@ -140,11 +142,12 @@ def held_bytes(blueprint: Blueprint, infos: dict[str, Any], layout: Layout) -> t
     def size(infos: Tree, kind: Kind) -> int:
         return sum(r.bytes_per_device for r in describe(infos, layout, kind))
 
-    offloaded = size(_of_host(infos["opt_state"]), "opt_state")
-    on_device = size(infos["opt_state"], "opt_state") + size(infos["extra"], "opt_state") - offloaded
+    away = [i for i in jax.tree.leaves(infos["params"]) if i.host]
+    offloaded = size(_of_host(infos["opt_state"]), "opt_state") + size(away, "params")
+    state = size(infos["opt_state"], "opt_state") + size(infos["extra"], "opt_state")
     return (
-        size(infos["params"], "params") + size(blueprint.frozen, "params") + on_device,
-        size(blueprint.infos, "grads"),
+        state + size(infos["params"], "params") + size(blueprint.frozen, "params") - offloaded,
+        size(blueprint.infos, "grads") - size(away, "grads"),
         offloaded,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import jax
 import pytest
 from jax.experimental import topologies
 
@@ -18,7 +19,8 @@ from jaxscale.optim import OnHost
 from jaxscale.parallel.pipeline import lower
 from jaxscale.plan import compiled_bytes, estimate
 from jaxscale.plan.heap import Heap, SteadyHeap
-from jaxscale.step import LoRA
+from jaxscale.plan.memory import held_bytes
+from jaxscale.step import Backprop, LoRA, StreamLayers, blueprint_of
 from jaxscale.train import FromRun
 from tests.truth.errors import raises_saying
 
@@ -99,6 +101,18 @@ def test_estimates_are_what_one_counts_by_hand():
     assert result["none"].extra_flops == 0
     table, norms = 256 * 256 * 4, (2 * 8 + 1) * 256 * 4
     assert result["full"].copies == (params - 2 * table - norms) // 4 // 2  # bfloat16, a quarter
+
+
+def test_parameters_in_host_memory_are_not_on_the_device_nor_are_their_gradients():
+    def held(algorithm):
+        config = dataclasses.replace(TINY, optimizer=OnHost(), algorithm=algorithm)
+        blueprint = blueprint_of(config)[0]
+        layers = [i for i in jax.tree.leaves(blueprint.infos) if i.axes[0] == "layers" and len(i.shape) > 2]
+        return held_bytes(blueprint, algorithm.infos(blueprint), TINY.layout), sum(i.nbytes for i in layers) // 4
+
+    (state, gradients, host), layers = held(Backprop())
+    assert layers > 0
+    assert held(StreamLayers())[0] == (state - layers, gradients - layers, host + layers)
 
 
 def test_adapters_have_gradients_and_states_and_what_is_frozen_has_neither():

@@ -64,7 +64,8 @@ def test_rules_of_another_program_are_answered_with_ours(rules):
 
 TOPOLOGIES = {
     "v5e:8": "v5e:2x4", "v5p:128": "v5p:4x4x8", "v6e:12": "v6e:2x4", "v5p:1": "v5p:2x2x1", "v5e-8": "v5e:2x4",
-    "v5litepod-16": "v5e:4x4", "v4-8": "v4:2x2x1", "v5p-128": "v5p:4x4x4", "trillium:4x4": "v6e", "TPU-v5e:4x4": "v5e",
+    "v5litepod-16": "v5e:4x4", "h100x8": "h100:8", "h200-16": "h200:16", "v4-8": "v4:2x2x1",
+    "v5p-128": "v5p:4x4x4", "trillium:4x4": "v6e", "TPU-v5e:4x4": "v5e",
     "tpuv4:2x2x1": "v4", "a100-80gb:8": "a100", "hopper:8": "h100", "ironwood:2x2x1": "tpu7x",
 }  # fmt: skip
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -130,12 +131,17 @@ def _link_json(link: Link) -> dict[str, Any]:
 
 
 def _cloud(name: str) -> str:
-    """Suggest our name for a cloud's name of a slice: `v5litepod-16` counts chips, `v4-8` counts cores, two a chip."""
-    kind, dash, count = name.rpartition("-")
-    ours = same(kind, chips())
-    if not dash or not count.isdecimal() or len(ours) != 1 or not read_chip(_FOLDER / f"{ours[0]}.json").torus:
+    """Suggest our name for a cloud's name of a slice: `v5litepod-16` counts chips, `v4-8` counts cores, two a chip.
+
+    `h100x8` and `h100-8` are eight GPUs.
+    """
+    words = re.fullmatch(r"(.+?)[-x](\d+)", name)
+    ours = same(words[1], chips()) if words else []
+    if not words or len(ours) != 1:
         return ""
-    what = read_chip(_FOLDER / f"{ours[0]}.json")
+    what, count = read_chip(_FOLDER / f"{ours[0]}.json"), words[2]
+    if not what.torus:
+        return f"; did you mean '{what.name}:{count}'?"
     return f"; did you mean '{what.name}:{what.slice_of(int(count) // (2 if what.name in ('v4', 'v5p') else 1))}'?"
 
 

@@ -229,16 +229,22 @@ def place_state(infos: Tree, layout: Layout) -> Tree:
     """
     shardings = shardings_of(infos, layout, "opt_state")
 
-    def hosted(i: TensorInfo) -> bool:
-        stacked = bool(i.axes) and i.axes[0] == "layers"
-        return bool(i.path) and (not stacked or layers_in_host_memory(i.shape, i.dtype))
-
     def place(shardings: Tree, infos: Tree) -> Tree:
         if not _on_host(infos) or not host_memory_or_say("optimizer state", "stays on the device", layout):
             return shardings
         return jax.tree.map(lambda s, i: s.with_memory_kind(HOST) if hosted(i) else s, shardings, infos)
 
     return jax.tree.map(place, shardings, infos, is_leaf=_on_host)
+
+
+def hosted(info: TensorInfo) -> bool:
+    """Return whether an array of a `HostState` is in host memory.
+
+    Args:
+      info: of the array.
+    """
+    stacked = bool(info.axes) and info.axes[0] == "layers"
+    return bool(info.path) and (not stacked or layers_in_host_memory(info.shape, info.dtype))
 
 
 def _on_host(state: object) -> bool:

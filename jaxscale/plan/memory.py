@@ -16,6 +16,7 @@ from jaxscale.layout.rules import Kind
 from jaxscale.layout.tensors import Tree
 from jaxscale.nn import MemoryPolicy
 from jaxscale.optim import HostState
+from jaxscale.optim.base import hosted
 from jaxscale.plan.communication import sized
 from jaxscale.plan.covered import NotCovered, covered
 from jaxscale.plan.ends_memory import Ends, Sums
@@ -210,7 +211,7 @@ def _last_block(blueprint: Blueprint) -> list[TensorInfo]:
 def _of_host(state: Tree) -> list[TensorInfo]:
     """The part of optimizer state that is in host memory."""
     parts = jax.tree.leaves(state, is_leaf=lambda s: isinstance(s, HostState))
-    return [i for part in parts if isinstance(part, HostState) for i in jax.tree.leaves(part) if i.path]
+    return [i for part in parts if isinstance(part, HostState) for i in jax.tree.leaves(part) if hosted(i)]
 
 
 def _extra_flops(policy: MemoryPolicy, products: Mapping[str, int], lse: str | None) -> int:

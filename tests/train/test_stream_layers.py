@@ -13,7 +13,7 @@ import jaxscale as js
 from jaxscale.errors import ConfigError
 from jaxscale.layout import Layout
 from jaxscale.models import TransformerConfig
-from jaxscale.nn import MemoryPolicy, MixtureOfExperts, ReversibleRun, SigmoidRouter
+from jaxscale.nn import MemoryPolicy, MixtureOfExperts, PerLayer, ReversibleRun, SigmoidRouter
 from jaxscale.optim import AdamW, OnHost
 from jaxscale.plan.compile import compile_step
 from jaxscale.step import StreamLayers, TrainConfig, WeightEMA, check, prepare
@@ -123,6 +123,7 @@ def test_what_needs_all_layers_at_once_is_refused(tmp_path):
         (dict(accumulate=2), "set train.accumulate = 1"),
         (dict(model=Bigram()), "Bigram has none of"),
         (dict(model=dataclasses.replace(MODEL, stack=ReversibleRun, memory="none")), "Transformer.stack = @Run"),
+        (dict(model=dataclasses.replace(MODEL, per_layer=PerLayer(width=8))), "PerLayer.width = None"),
         (dict(algorithm=WeightEMA(inner=StreamLayers())), "use Backprop() in it"),
     ):
         with raises_saying(ConfigError, "StreamLayers", words):

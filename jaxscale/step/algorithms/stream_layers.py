@@ -117,6 +117,10 @@ class StreamLayers(Algorithm):
             )
         if config.histograms is not None:
             raise ConfigError(f"{name} counts no values of layers in host memory; remove train.histograms")
+        if (inputs := getattr(model, "per_layer", None)) is not None and inputs.width is not None:
+            raise ConfigError(
+                f"{name} copies layers that have no inputs of their own; set PerLayer.width = None or use Backprop()"
+            )
         stacks = any(map(_is_streamed, jax.tree.leaves(blueprint.infos)))
         if getattr(model, "stack", None) is not Run or not stacks:
             raise ConfigError(

@@ -2,7 +2,8 @@
 
 Sequences are padded to whole tiles, and `masks.tile_table` decides for each example which tiles meet. Where a tile of
 128 queries would be half empty, the query heads of a key head are packed into it, each query with its position. Where
-tiles of queries are fewer than multiprocessors, keys are cut into stretches (`gpu_split`). The backward pass is one kernel for widths of 64 and 128, and several kernels in these cases:
+tiles of queries are fewer than multiprocessors, keys are cut into stretches (`gpu_split`). The backward pass is one
+kernel for widths of 64 and 128, and several kernels in these cases:
 
   deterministic, or another width            keys and values together, queries      7 products of tiles, in place of 5
   width 64 with a soft-cap                   the same: the soft-cap's slope takes the registers

@@ -101,7 +101,7 @@ def test_a_run_by_stage_shows_layers_in_order_wherever_it_is_read(layout, model,
 @pytest.mark.parametrize(
     "first,then,model",
     [(None, RING, MODEL), (V, FLOW, MODEL), (FLOW, V, MODEL), (RING, None, MODEL), (UNEVEN, CHUNKS, SIX)],
-    ids=str,
+    ids=lambda value: f"{value.depth} layers" if value in (MODEL, SIX) else str(value),
 )
 def test_a_run_continues_from_a_checkpoint_of_another_schedule(first, then, model):
     fit(config(first, model=model), run="here", until=1)

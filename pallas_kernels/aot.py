@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from pallas_kernels.dispatch import JAX_VERSION, KernelError
+from pallas_kernels.dispatch import BLACKWELL, JAX_VERSION, KernelError
 
 log = logging.getLogger("pallas_kernels")
 
@@ -214,6 +214,8 @@ def compile_lowered(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> jax.
       a `jax.stages.Compiled`, which cannot be run.
     """
     options = compiler_options(devices)
+    if options:
+        _same_architecture(lowered, devices)
     with _uncached(), _cuda_tools() if devices[0].platform in ("gpu", "cuda") else contextlib.nullcontext():
         try:
             return lowered.compile(compiler_options=options or None)
@@ -226,6 +228,28 @@ def compile_lowered(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> jax.
                 "products use cuBLAS instead, and time and memory may differ on a GPU"
             )
             return lowered.compile(compiler_options=options | {"xla_gpu_enable_triton_gemm": False})
+
+
+_compiled_for: list[str] = []
+"""The kind of GPU that this process compiled kernels for first."""
+
+
+def _same_architecture(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> None:
+    """Refuse kernels for a second architecture.
+
+    JAX 0.11 would start ptxas with the options of the first one, and 0.12 would take its machine code.
+    """
+    if "mosaic_gpu" not in lowered.as_text():
+        return
+    kind = devices[0].device_kind
+    if not _compiled_for:
+        _compiled_for.append(kind)
+    first = _compiled_for[0]
+    if any(name in kind for name in BLACKWELL) != any(name in first for name in BLACKWELL):
+        raise KernelError(
+            f"this process has compiled kernels for {first}, and JAX compiles them for one architecture in a process: "
+            f"start another one for {kind}"
+        )
 
 
 @contextlib.contextmanager

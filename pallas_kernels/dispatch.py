@@ -47,6 +47,9 @@ JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 """Names, one of which the device kind of each GPU of compute capability 9.0 contains."""
 
+BLACKWELL = ("B100", "B200", "B300")
+"""The same for compute capability 10, of which a GB200 is one, too."""
+
 NO_FLOAT16 = "Mosaic loads no float16 on a TPU, which computes in bfloat16 and float32; XLA converts float16"
 """Why float16 has no kernel on TPUs: the compilers for v5e, v5p, v6e and tpu7x refuse loads and stores of it."""
 
@@ -364,14 +367,16 @@ def _record(
     return choice
 
 
-def hopper(target: Target) -> str | None:
+def hopper(target: Target, blackwell: bool = False) -> str | None:
     """Return why a Hopper kernel cannot run on `target`, or `None`. `supported` of each `gpu.py` calls this first.
 
     Args:
       target: the device to compile for.
+      blackwell: whether the kernel runs on Blackwell in data centres, too, as one does that multiplies no matrices.
     """
-    if target.kind and not any(name in target.kind for name in HOPPER):
-        return f"it is written for Hopper ({', '.join(HOPPER[:2])}), and this is {target.kind}"
+    if target.kind and not any(name in target.kind for name in (*HOPPER, *(BLACKWELL if blackwell else ()))):
+        written = f"Hopper ({', '.join(HOPPER[:2])})" + (f" and Blackwell ({BLACKWELL[1]})" if blackwell else "")
+        return f"it is written for {written}, and this is {target.kind}"
     if JAX_VERSION < (0, 11):
         return f"kernels for GPUs need jax 0.11 or newer (Python 3.12), and this is jax {jax.__version__}"
     if not target.kind:

@@ -26,6 +26,9 @@ Configuration = tuple[str, Callable[..., Any], tuple[Any, ...]]
 TPUS = ("v5e", "v5p", "v6e", "tpu7x")
 """The TPU generations that every kernel compiles for."""
 
+GPUS = ("h200", "b200")
+"""One GPU of each architecture that has kernels."""
+
 
 def operations(*backends: str) -> tuple[str, ...]:
     """Return the ops that have kernels: folders with a `gpu.py` or a `tpu.py`.
@@ -46,6 +49,15 @@ def configurations(op: str, backend: str) -> Iterator[Configuration]:
     """
     package = importlib.import_module(f"pallas_kernels.{op}")
     yield from importlib.import_module(f"{package.__name__}.{backend}").configurations(package)
+
+
+def gpus(op: str) -> tuple[str, ...]:
+    """Return the GPUs that an op's kernels are compiled for: `GATED` of its `gpu.py`, or Hopper alone.
+
+    Args:
+      op: an op's folder.
+    """
+    return getattr(importlib.import_module(f"pallas_kernels.{op}.gpu"), "GATED", GPUS[:1])
 
 
 def gate_gpu(fn: Callable[..., Any], shapes: tuple[Any, ...], topology: str) -> tuple[list[Report], str | None]:
@@ -110,11 +122,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"gate: {why}", file=sys.stderr)
         return 2
     ops = tuple(args.op or here)
-    # spawn, not fork: a forked process would share this one's JAX runtime
-    with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        share = slice(int(part) - 1, None, int(parts))
-        started = [pool.submit(_gate, ops, args.backend, share, i, args.jobs) for i in range(args.jobs)]
-        ended = [one.result() for one in started]
+    ended = []
+    for gpu in GPUS if args.backend == "gpu" else (None,):  # a process compiles kernels for one architecture (aot.py)
+        # spawn, not fork: a forked process would share this one's JAX runtime
+        with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            share = slice(int(part) - 1, None, int(parts))
+            started = [pool.submit(_gate, ops, gpu, share, i, args.jobs) for i in range(args.jobs)]
+            ended += [one.result() for one in started]
     passed, failed = sum(one[0] for one in ended), [line for one in ended for line in one[1]]
     if failed:
         print("\nfailed:\n" + "".join(failed))
@@ -122,13 +136,15 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failed or not passed else 0
 
 
-def _gate(ops: tuple[str, ...], backend: str, share: slice, first: int, stride: int) -> tuple[int, list[str]]:
-    """Compile every `stride`-th configuration of a share; return how many passed, and the lines of the failed ones."""
+def _gate(ops: tuple[str, ...], gpu: str | None, share: slice, first: int, stride: int) -> tuple[int, list[str]]:
+    """Compile every `stride`-th configuration of a share; return how many passed, and the lines of those that failed."""
     passed, failed = 0, list[str]()
-    every = [(op, *configuration) for op in ops for configuration in configurations(op, backend)]
+    here, backend = [op for op in ops if gpu is None or gpu in gpus(op)], "tpu" if gpu is None else "gpu"
+    every = [(op, *configuration) for op in here for configuration in configurations(op, backend)]
     for op, name, fn, shapes in every[share][first::stride]:
-        for what, problem, seconds in _results(backend, fn, shapes):
-            line = f"{op:10s} {name:44s} {what} {seconds:5.1f}s  {problem or 'ok'}\n"
+        for topology in TPUS if gpu is None else (gpu,):
+            what, problem, seconds = _result(fn, shapes, topology, gpu is not None)
+            line = f"{op:10s} {name:44s} {topology:6s} {what} {seconds:5.1f}s  {problem or 'ok'}\n"
             if problem:
                 failed.append(line)
             else:
@@ -137,19 +153,18 @@ def _gate(ops: tuple[str, ...], backend: str, share: slice, first: int, stride: 
     return passed, failed
 
 
-def _results(
-    backend: str, fn: Callable[..., Any], shapes: tuple[Any, ...]
-) -> Iterator[tuple[str, str | None, float]]:  # fmt: skip
-    for topology in ("h200",) if backend == "gpu" else TPUS:
-        start = time.perf_counter()
-        if backend == "gpu":
-            reports, problem = gate_gpu(fn, shapes, topology)
-            what = "; ".join(
-                f"regs={r.registers} spill={r.spill_bytes} smem={r.shared_memory} ptx={r.instructions}" for r in reports
-            )
-        else:
-            problem, what = gate_tpu(fn, shapes, topology), f"{topology:6s}"
-        yield what, problem, time.perf_counter() - start
+def _result(
+    fn: Callable[..., Any], shapes: tuple[Any, ...], topology: str, gpu: bool
+) -> tuple[str, str | None, float]:
+    start = time.perf_counter()
+    if gpu:
+        reports, problem = gate_gpu(fn, shapes, topology)
+        what = "; ".join(
+            f"regs={r.registers} spill={r.spill_bytes} smem={r.shared_memory} ptx={r.instructions}" for r in reports
+        )
+    else:
+        problem, what = gate_tpu(fn, shapes, topology), ""
+    return what, problem, time.perf_counter() - start
 
 
 assert set(TPUS) <= set(SMALLEST)

@@ -1,4 +1,4 @@
-"""The update on NVIDIA Hopper (Mosaic GPU): one pass over memory, in place.
+"""The update on NVIDIA Hopper and Blackwell (Mosaic GPU): one pass over memory, in place.
 
 Memory is linear, so every supported tile is `high` rows of 128 columns of a matrix (R, C), usually one row, and the
 matrix is viewed as (R / high, high, C). A block of 128 threads copies 256 x `pairs` elements to shared memory by TMA
@@ -29,6 +29,8 @@ from pallas_kernels.dispatch import HOPPER, Target, hopper
 from pallas_kernels.tiles import entries, lookup
 
 LANES = 128
+GATED = ("h200", "b200")
+"""Devices that the gate compiles for."""
 STEP = 8
 """Tiles that 128 threads process at once."""
 GRADIENTS = ("float32", "bfloat16", "float16")
@@ -37,7 +39,7 @@ FORMATS = ("dynamic", "linear")
 
 def supported(target: Target, **case: Any) -> str | None:
     """Return why this kernel cannot serve a case, or `None`."""
-    if why := hopper(target):
+    if why := hopper(target, blackwell=True):
         return why
     if case["flat"] is not None:
         return "the flat form has no kernel; quantise by tiles (tile_for)"

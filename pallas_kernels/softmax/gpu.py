@@ -1,4 +1,4 @@
-"""Softmax for Hopper in Mosaic GPU: a row is read once where it fits in shared memory, and written once.
+"""Softmax for Hopper and Blackwell in Mosaic GPU: a row is read once where it fits in shared memory, and written once.
 
 Dukhan and Ablavatski's two passes (arXiv:2001.04438): the first keeps a sum and its scale for each element of a tile,
 without a pass for the maximum; the second computes the result. A scale is in the units of the input and is updated once
@@ -24,6 +24,8 @@ from pallas_kernels.softmax.gpu_twice import rows_twice
 from pallas_kernels.softmax.pairs import HIGHEST
 from pallas_kernels.tiles import entries, lookup
 
+GATED = ("h200", "b200")
+"""Devices that the gate compiles for."""
 _XLA_ONCE = (
     16384  # columns up to which XLA's softmax on an H200 is one kernel, which reads once; beyond, it reads thrice
 )
@@ -58,7 +60,7 @@ def supported_sums(target: Target, *, rows: int, columns: int, dtype: str, maske
 
 
 def _unfit(target: Target, columns: int, masked: bool) -> str | None:
-    if why := hopper(target):
+    if why := hopper(target, blackwell=True):
         return why
     if masked:
         return "a mask is left to XLA, which fuses it with its own reads"

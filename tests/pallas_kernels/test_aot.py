@@ -38,9 +38,25 @@ def test_products_that_need_triton_autotuning_use_cublas_with_a_warning(caplog):
                 raise jax.errors.JaxRuntimeError("INTERNAL: No supported config found for HLO: %gemm_fusion_dot.42")
             return "program"
 
+        def as_text(self):
+            return ""
+
     assert aot.compile_lowered(Lowered(), [types.SimpleNamespace(platform="gpu")]) == "program"
     assert len(option_sets) == 2 and option_sets[1]["xla_gpu_autotune_level"] == 0
     assert "this program's products use cuBLAS" in caplog.text
+
+
+def test_kernels_of_two_architectures_in_one_process_are_refused(monkeypatch):
+    monkeypatch.setattr(aot, "_compiled_for", [])
+
+    def compiled(kind, text="custom_call @mosaic_gpu_v2"):
+        lowered = types.SimpleNamespace(as_text=lambda: text, compile=lambda compiler_options: kind)
+        return aot.compile_lowered(lowered, [types.SimpleNamespace(platform="gpu", device_kind=kind)])
+
+    assert compiled("NVIDIA B200", "no kernel") and compiled("NVIDIA H200") and compiled("NVIDIA H100 80GB HBM3")
+    with pytest.raises(KernelError, match="compiled kernels for NVIDIA H200.*start another one for NVIDIA B200"):
+        compiled("NVIDIA B200")
+    assert compiled("NVIDIA B200", "no kernel")
 
 
 @TPU

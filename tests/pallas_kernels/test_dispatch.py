@@ -147,6 +147,13 @@ def test_hopper_kernels_are_for_hopper(kind, message):
     assert message in (why or "") and bool(why) == bool(message)
 
 
+@pytest.mark.parametrize("kind, runs", [("NVIDIA GB200", True), ("NVIDIA GeForce RTX 5090", False)])
+def test_kernels_without_products_are_for_blackwell_too(kind, runs):
+    why = dispatch.hopper(Target(kind, "cuda"), blackwell=True) or ""
+    assert ("Hopper (H100, H200) and Blackwell (B200), and this is" in why) != runs
+    assert "written for Hopper" in dispatch.hopper(Target(kind, "cuda"))
+
+
 def test_too_few_threads_to_interpret_a_gpu_kernel_raise(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr(jax, "device_count", lambda _: 1)

@@ -43,7 +43,12 @@ def test_every_case_is_of_a_shape_its_tile_divides():
 
 @pytest.mark.parametrize(
     ("kind", "platform", "kernel"),
-    [("NVIDIA H200", "cuda", "mosaic_gpu"), ("TPU v6 lite", "tpu", "tpu_custom_call"), ("NVIDIA A100", "cuda", "")],
+    [
+        ("NVIDIA H200", "cuda", "mosaic_gpu"),
+        ("NVIDIA GB200", "cuda", "mosaic_gpu"),
+        ("TPU v6 lite", "tpu", "tpu_custom_call"),
+        ("NVIDIA A100", "cuda", ""),
+    ],
 )
 def test_lowering_chooses_the_kernel_of_the_platform(kind, platform, kernel):
     if platform == "cuda" and why_no_gpu() is not None:

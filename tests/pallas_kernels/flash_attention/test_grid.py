@@ -9,7 +9,18 @@ import pytest
 
 from pallas_kernels import flash_attention
 from pallas_kernels.flash_attention import xla
-from tests.pallas_kernels.flash_attention.grid import FEATURES, HEAD, PARTS, TABLE, TILE, check, grid, name_of
+from tests.pallas_kernels.flash_attention.grid import (
+    FEATURES,
+    HEAD,
+    PARTS,
+    TABLE,
+    TILE,
+    check,
+    grid,
+    name_of,
+    order,
+    tuples,
+)
 
 CASES = {name_of(case): case for case in grid()}
 HARD = CASES["float32 D=64 odd S≠T causal"]
@@ -22,6 +33,12 @@ def small_tiles(monkeypatch):
 
 def test_the_grid_is_every_combination_of_its_features_once():
     assert len(CASES) == np.prod([len(values) for values in FEATURES.values()]) == 2304
+
+
+@pytest.mark.parametrize("n, cases", [(2, 60), (3, 233)])
+def test_the_first_cases_have_all_combinations_of_few_features(n, cases):
+    every = set[object]().union(*(tuples(case, n) for case in grid()))
+    assert every == set[object]().union(*(tuples(case, n) for case in order(grid())[:cases]))
 
 
 @pytest.mark.long

@@ -35,7 +35,12 @@ def test_the_tpu_kernel_compiles_for_every_generation(topology):
 
 @pytest.mark.parametrize(
     ("kind", "platform", "kernel"),
-    [("NVIDIA H200", "cuda", "mosaic_gpu"), ("TPU v6 lite", "tpu", "tpu_custom_call"), ("NVIDIA A100", "cuda", "")],
+    [
+        ("NVIDIA H200", "cuda", "mosaic_gpu"),
+        ("NVIDIA GB200", "cuda", "mosaic_gpu"),
+        ("TPU v6 lite", "tpu", "tpu_custom_call"),
+        ("NVIDIA A100", "cuda", ""),
+    ],
 )
 def test_lowering_chooses_the_kernel_of_the_platform(kind, platform, kernel):
     if platform == "cuda" and why_no_gpu() is not None:

@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _gate(ops: tuple[str, ...], gpu: str | None, share: slice, first: int, stride: int) -> tuple[int, list[str]]:
-    """Compile every `stride`-th configuration of a share; return how many passed, and the lines of those that failed."""
+    """Compile every `stride`-th configuration of a share; return how many passed, and the lines of the others."""
     passed, failed = 0, list[str]()
     here, backend = [op for op in ops if gpu is None or gpu in gpus(op)], "tpu" if gpu is None else "gpu"
     every = [(op, *configuration) for op in here for configuration in configurations(op, backend)]
@@ -153,9 +153,7 @@ def _gate(ops: tuple[str, ...], gpu: str | None, share: slice, first: int, strid
     return passed, failed
 
 
-def _result(
-    fn: Callable[..., Any], shapes: tuple[Any, ...], topology: str, gpu: bool
-) -> tuple[str, str | None, float]:
+def _result(fn: Callable[..., Any], shapes: tuple[Any, ...], topology: str, gpu: bool) -> tuple[str, str | None, float]:
     start = time.perf_counter()
     if gpu:
         reports, problem = gate_gpu(fn, shapes, topology)

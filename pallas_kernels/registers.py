@@ -27,7 +27,7 @@ def registers_move() -> bool:
 
 @contextlib.contextmanager
 def registers_stay() -> Iterator[None]:
-    """Compile kernels for registers that stay, whatever compiles. Programs that were traced before are not changed."""
+    """Trace kernels as if registers did not move, whatever compiles. Programs that were traced before do not change."""
     global _stay
     before, _stay = _stay, True
     try:

@@ -4,10 +4,13 @@ A block has two warpgroups that compute, each with 64 queries of its own, and on
 (Shah et al. 2024). The two take turns: while one uses the tensor cores, the other computes exponentials. Persistent
 blocks fetch an item's queries and first keys while the previous item is written out. Each warpgroup fetches its own
 queries: waiting for the other one's would stop both.
+
+Without a warpgroup that copies, the first of the two fills each slot as soon as both are certainly done with it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,12 +34,13 @@ from pallas_kernels.flash_attention.gpu_walk import (
     again,
     plgpu,
     product,
+    run_warpgroups,
     spread,
     swizzled,
     zeros,
 )
 
-_SPARE = 2048  # bytes of shared memory for barriers and for Mosaic
+_SPARE = 3072  # bytes of shared memory for barriers and for Mosaic
 
 
 def shared_memory(d: int, dv: int, keys: int, slots: int) -> int:
@@ -58,6 +62,7 @@ def attend(
     *,
     keys: int,
     slots: int,
+    copier: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the output in q's dtype, and the float32 log-sum-exp as (B, H, S).
 
@@ -73,6 +78,7 @@ def attend(
       weigher: computes the weights.
       keys: keys of a tile.
       slots: tiles of keys in flight at a time.
+      copier: a warpgroup of its own copies tiles and leaves registers to the others; else the first of these copies.
     """
     (b, s, h, d), dv, dtype = q.shape, v.shape[3], q.dtype
     fits = shared_memory(d, dv, keys, slots) <= SHARED_MEMORY
@@ -91,10 +97,26 @@ def attend(
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(turn)
 
-        @pl.when(wg < WARPGROUPS)
-        def _() -> None:
-            if not target.interpret:
-                plgpu.set_max_registers(240, action="increase")
+        def bring(what: str, item: Item, done: Any, n: Any) -> None:
+            """Copy the n-th tile of an item that comes after `done` tiles: keys ("k"), values ("v") or both ("kv")."""
+            slot, rows = lax.rem(done + n, slots), pl.ds(item.visit(n) * keys, keys)
+            if "k" in what:
+                ring_k.to_fill(done + n)
+                plgpu.copy_gmem_to_smem(k_ref.at[item.b, rows, item.kv], k_s.at[slot], k_full.at[slot])
+            if "v" in what:
+                ring_v.to_fill(done + n)
+                plgpu.copy_gmem_to_smem(v_ref.at[item.b, rows, item.kv], v_s.at[slot], v_full.at[slot])
+
+        def drain(done: Any) -> None:
+            ring_k.drain(done)
+            ring_v.drain(done)
+
+        def in_one(i: int, run: Callable[[], None]) -> None:
+            """Run in warpgroup i where the first one copies."""
+            if not copier:
+                pl.when(wg == i)(run)
+
+        def compute() -> None:
             mine, out_mine = q_s.at[wg], out_s.at[wg]
 
             def fetch(n: Any) -> None:
@@ -109,9 +131,21 @@ def attend(
                 q0 = (item.tile * WARPGROUPS + wg) * ROWS
                 count = item.count
 
+                fill_k, fill_v = (functools.partial(bring, of, item, done) for of in "kv")
+
+                def begin() -> None:
+                    ring_k.begin(fill_k, count)
+                    ring_v.begin(fill_v, count)
+
+                in_one(0, begin)
+                in_one(1, swap)
+
                 def step(n: Any, carry: Any, masked: bool) -> Any:
                     acc, top, total = carry
                     slot = lax.rem(done + n, slots)
+                    # The turn before ended after the other warpgroup had begun its product with these keys, which
+                    # waits for nothing more. Its product with the values waits for this turn's swap.
+                    in_one(0, lambda: ring_k.go_on(fill_k, n, count))
                     plgpu.barrier_wait(k_full.at[slot])
                     raw = product(q_s.at[again(wg, n)], k_s.at[slot].T, (ROWS, keys), swap)
                     plgpu.barrier_arrive(k_free.at[slot])
@@ -134,6 +168,8 @@ def attend(
                     plgpu.barrier_arrive(turn)
                     plgpu.barrier_wait(v_full.at[slot])
                     plgpu.barrier_wait(turn)
+                    # The other one is past its product with the values of the turn before.
+                    in_one(0, lambda: ring_v.go_on(fill_v, n, count))
                     acc = accumulate(target, {"out": acc}, lambda add: add("out", p, v_s.at[slot]))["out"]
                     if target.interpret:
                         plgpu.commit_smem()  # the interpreter's dot has read what TMA overwrites next
@@ -148,6 +184,7 @@ def attend(
                 )
                 carry = lax.fori_loop(0, item.full, lambda n, c: step(n, c, False), carry)
                 acc, top, total = lax.fori_loop(item.full, count, lambda n, c: step(n, c, True), carry)
+                in_one(0, swap)  # the other one's last product needs it, and the next item's first fills need that
                 if fits:
                     fetch_next(item)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous item has been copied
@@ -167,31 +204,22 @@ def attend(
                 return done + count
 
             fetch(0)
-            pl.when(wg == 1)(swap)
-            walk.each(attend_item, 0, plan_ref)
-            pl.when(wg == 0)(swap)
+            if copier:
+                pl.when(wg == 1)(swap)
+            done = walk.each(attend_item, 0, plan_ref)
+            if copier:
+                pl.when(wg == 0)(swap)
             plgpu.wait_smem_to_gmem(0)
+            in_one(0, lambda: drain(done))
 
-        @pl.when(wg == WARPGROUPS)
-        def _() -> None:
-            if not target.interpret:
-                plgpu.set_max_registers(24, action="decrease")
-
+        def copy() -> None:
             def bring_item(item: Item, done: Any) -> Any:
-                def bring(n: Any, _: None) -> None:
-                    slot = lax.rem(done + n, slots)
-                    rows = pl.ds(item.visit(n) * keys, keys)
-                    ring_k.to_fill(done + n)
-                    plgpu.copy_gmem_to_smem(k_ref.at[item.b, rows, item.kv], k_s.at[slot], k_full.at[slot])
-                    ring_v.to_fill(done + n)
-                    plgpu.copy_gmem_to_smem(v_ref.at[item.b, rows, item.kv], v_s.at[slot], v_full.at[slot])
-
-                lax.fori_loop(0, item.count, bring, None)
+                lax.fori_loop(0, item.count, lambda n, _: bring("kv", item, done, n), None)
                 return done + item.count
 
-            done = walk.each(bring_item, 0, plan_ref)
-            ring_k.drain(done)
-            ring_v.drain(done)
+            drain(walk.each(bring_item, 0, plan_ref))
+
+        run_warpgroups(target, wg, copier, compute, copy)
 
     def buffer(*shape: int) -> Any:
         return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1], dtype))
@@ -202,7 +230,7 @@ def attend(
         out_type=(jax.ShapeDtypeStruct((b, s, h, dv), dtype), jax.ShapeDtypeStruct((b, h, s), jnp.float32)),
         grid=(walk.blocks,),
         grid_names=("block",),
-        num_threads=WARPGROUPS + 1,
+        num_threads=WARPGROUPS + copier,
         thread_name="wg",
         scratch_types=[
             buffer(WARPGROUPS, ROWS, d),

@@ -31,6 +31,7 @@ from pallas_kernels.flash_attention.gpu_walk import (
     again,
     plgpu,
     product,
+    run_warpgroups,
     spread,
     swizzled,
     zeros,
@@ -136,8 +137,6 @@ def of_keys(
             douts.drain(done)
 
         def compute() -> None:
-            if copier and not target.interpret:
-                plgpu.set_max_registers(240, action="increase")
             mine_k, mine_v = k_s.at[wg], v_s.at[wg]
 
             def keys_item(item: Item, done: Any) -> Any:
@@ -267,9 +266,6 @@ def of_keys(
                 pl.when(wg == 0)(lambda: drain(turns))
 
         def copy() -> None:
-            if not target.interpret:
-                plgpu.set_max_registers(24, action="decrease")
-
             def bring_item(item: Item, done: Any) -> Any:
                 bring_own(item)
 
@@ -283,11 +279,7 @@ def of_keys(
 
             drain(walk.each(bring_item, 0, plan_ref))
 
-        if copier:
-            pl.when(wg < WARPGROUPS)(compute)
-            pl.when(wg == WARPGROUPS)(copy)
-        else:
-            compute()
+        run_warpgroups(target, wg, copier, compute, copy)
 
     def buffer(*shape: int, of: Any = dtype) -> Any:
         return plgpu.SMEM(shape, of, transforms=swizzled(shape[-1], of))

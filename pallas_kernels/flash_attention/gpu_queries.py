@@ -28,6 +28,7 @@ from pallas_kernels.flash_attention.gpu_walk import (
     again,
     plgpu,
     product,
+    run_warpgroups,
     spread,
     swizzled,
     zeros,
@@ -107,8 +108,6 @@ def of_queries(
             ring_v.drain(done)
 
         def compute() -> None:
-            if copier and not target.interpret:
-                plgpu.set_max_registers(240, action="increase")
 
             def queries_item(item: Item, done: Any) -> Any:
                 q0 = (item.tile * WARPGROUPS + wg) * ROWS
@@ -176,9 +175,6 @@ def of_queries(
                 pl.when(wg == 0)(lambda: drain(turns))
 
         def copy() -> None:
-            if not target.interpret:
-                plgpu.set_max_registers(24, action="decrease")
-
             def bring_item(item: Item, done: Any) -> Any:
                 bring_own(item)
 
@@ -191,11 +187,7 @@ def of_queries(
 
             drain(walk.each(bring_item, 0, plan_ref))
 
-        if copier:
-            pl.when(wg < WARPGROUPS)(compute)
-            pl.when(wg == WARPGROUPS)(copy)
-        else:
-            compute()
+        run_warpgroups(target, wg, copier, compute, copy)
 
     def buffer(*shape: int) -> Any:
         return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1], dtype))

@@ -187,7 +187,7 @@ class Ring:
         pl.when(turn >= self.slots)(lambda: plgpu.barrier_wait(self.free.at[self.slot(turn)]))
 
     def begin(self, fill: Callable[[Any], None], turns: Any) -> None:
-        """Fill the slots before the first of an item's turns, where the warpgroup that fills also computes."""
+        """Fill the slots before the first of an item's turns, where no warpgroup only copies."""
         for turn in range(self.slots):
             pl.when(turn < turns)(functools.partial(fill, turn))
 
@@ -203,6 +203,27 @@ class Ring:
             plgpu.barrier_wait(self.free.at[self.slot(turn)])
 
         lax.fori_loop(lax.max(turns - self.slots, 0), turns, wait, None)
+
+
+def run_warpgroups(
+    target: Target, wg: Any, copier: bool, compute: Callable[[], None], copy: Callable[[], None]
+) -> None:
+    """Run `compute` in the warpgroups that compute and, with a copier, `copy` in one more, which leaves registers."""
+    if not copier:
+        compute()
+        return
+
+    @pl.when(wg < WARPGROUPS)
+    def _() -> None:
+        if not target.interpret:
+            plgpu.set_max_registers(240, action="increase")
+        compute()
+
+    @pl.when(wg == WARPGROUPS)
+    def _() -> None:
+        if not target.interpret:
+            plgpu.set_max_registers(24, action="decrease")
+        copy()
 
 
 # ---- in registers

@@ -261,9 +261,10 @@ def test_a_vocabulary_cut_by_a_layout_gets_the_kernel_on_every_device(slice_of, 
     f = jax.value_and_grad(lambda x, w, t: sharded_cross_entropy(x, w, t).mean(), (0, 1))
     forget()
     with layout:
-        like = lambda shape, dtype, *axes, kind="activations": jax.ShapeDtypeStruct(  # noqa: E731
-            shape, dtype, sharding=layout.sharding(axes, kind=kind)
-        )
+
+        def like(shape, dtype, *axes, kind="activations"):
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding(axes, kind=kind))
+
         lowered = jax.jit(f).lower(
             like((4, 128, 512), jnp.bfloat16, "batch", "seq", "embed"),
             like((4096, 512), jnp.bfloat16, "vocab", "embed", kind="params"),

@@ -12,6 +12,7 @@ from pallas_kernels.flash_attention import xla
 from tests.pallas_kernels.flash_attention.grid import (
     FEATURES,
     HEAD,
+    PADDED,
     PARTS,
     TABLE,
     TILE,
@@ -20,6 +21,7 @@ from tests.pallas_kernels.flash_attention.grid import (
     name_of,
     order,
     tuples,
+    work_of,
 )
 
 CASES = {name_of(case): case for case in grid()}
@@ -47,6 +49,13 @@ def test_a_case_is_judged_by_all_its_results_and_an_error_shows(monkeypatch):
     off = functools.partial(flash_attention.flash_attention, scale=64**-0.5 * (1 + 1e-5))
     monkeypatch.setattr(flash_attention, "flash_attention", off)
     assert {check(HARD, "xla")[part][2] for part in ("lse", "dq", "dk")} == {"WRONG"}
+
+
+@pytest.mark.long
+def test_plain_attention_in_longer_matrices_is_the_same_function():
+    short, padded = (work_of(HARD, multiple=n).make(None).plain() for n in (1, PADDED))
+    for a, b in zip(short, padded, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
 def test_the_committed_table_holds_nothing_wrong():

@@ -77,7 +77,10 @@ def supported(
     s, t, d, dv = q[1], k[1], q[3], v[3]
     refusals = (
         (dtype not in DTYPES, f"cuDNN takes {' and '.join(DTYPES)}, and {dtype} is left to XLA"),
-        (segments, "cuDNN would ignore segment ids, which are left to XLA"),
+        (
+            segments,
+            "with a mask cuDNN would compute all tiles of packed rows; segment ids are left to XLA, which skips tiles",
+        ),
         (positions, "cuDNN's masks use the order of the tokens; positions are left to XLA"),
         (bias is not None, f"cuDNN would round a bias to {dtype}; it is left to XLA"),
         (score.kind != "softmax", f"cuDNN's weights are a softmax; {score.kind} is left to XLA"),

@@ -106,6 +106,8 @@ def _check_not_called(value: object, expected: object, bindings: Mapping[Key, Bi
 
 
 def _hint(value: object, expected: object) -> str:
+    if isinstance(value, float) and value.is_integer() and fits(int(value), expected, {}):
+        return f"; write {int(value)}"  # 1e3
     if isinstance(value, ConfigurableReference) and not value.evaluate:
         return f"; write {words(value)}() for an instance"
     literals = {"true": True, "false": False, "none": None}

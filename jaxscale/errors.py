@@ -8,7 +8,7 @@ import numbers
 from collections.abc import Iterable
 from typing import Any
 
-from jaxscale.other_names import same
+from jaxscale.other_names import misspelt, same
 
 MISTAKE = 2
 """Exit code of a command that raised a `JaxscaleError`; running it again would most likely raise it again."""
@@ -128,6 +128,9 @@ def count(number: int, one: str, many: str | None = None) -> str:
 _LESS_ALIKE = 0.2
 """Words are suggested that are less similar to the invalid word than the most similar one by less than this."""
 
+_WEAK, _FEW = 0.6, 8
+"""Of at most `_FEW` valid words, none is suggested whose similarity is below `_WEAK`; all are listed."""
+
 
 def near(word: str, known: Iterable[str], *, cutoff: float = 0.5, bindings: bool = False) -> str:
     """The end of an error message: `; did you mean 'fsdp'?`, or the valid words if none is similar.
@@ -139,10 +142,14 @@ def near(word: str, known: Iterable[str], *, cutoff: float = 0.5, bindings: bool
       bindings: see `jaxscale.other_names.same`.
     """
     known = sorted(set(known))
-    close = same(word, known, bindings=bindings)
-    if not close and (close := difflib.get_close_matches(word, known, 3, cutoff)):
+    if not (close := same(word, known, bindings=bindings)):
+        close = difflib.get_close_matches(word, known, 3, cutoff)
         alike = [difflib.SequenceMatcher(None, c, word).ratio() for c in close]  # the most alike is the first
-        close = [c for c, ratio in zip(close, alike, strict=True) if ratio > alike[0] - _LESS_ALIKE]
+        best = alike[0] if alike else 0.0
+        close = [c for c, ratio in zip(close, alike, strict=True) if ratio > best - _LESS_ALIKE]
+        if best < _WEAK and len(known) <= _FEW:
+            close = []  # all of them are more helpful
+        close = misspelt(word, known, bindings=bindings, beyond=best) or close
     if close:
         return "; did you mean " + " or ".join(f"'{c}'" for c in close) + "?"
     return f"; known: {', '.join(known)}" if known else ""

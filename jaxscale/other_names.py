@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable
 
@@ -52,18 +53,21 @@ b1 b2: betas adambetas
 b1: beta1 adamb1 adambeta1
 b2: beta2 adamb2 adambeta2
 eps: epsilon adameps adamepsilon
-depth: numlayers nlayers nlayer layers numhiddenlayers numdecoderlayers basenumdecoderlayers numblocks nblocks
+depth Transformer.depth: numlayers nlayers nlayer layers numhiddenlayers
+depth Transformer.depth: numdecoderlayers basenumdecoderlayers numblocks nblocks depth
 attention_layer: mixer sequencemixer tokenmixer mixertype attentiontype
-heads: numheads nheads nhead numattentionheads numqueryheads basenumqueryheads
-kv_heads: numkvheads nkvheads numkeyvalueheads basenumkvheads numquerygroups
-width: hiddensize dmodel nembd baseembdim embdim embeddim embedsize embeddingsize modeldim dim hiddendim
-hidden: intermediatesize intermediatedim ffndim ffnsize ffnhiddensize ffdim mlpdim basemlpdim dff hiddendim
+heads Transformer.heads: numheads nheads nhead numattentionheads numqueryheads basenumqueryheads heads
+kv_heads Transformer.kv_heads: numkvheads nkvheads numkeyvalueheads basenumkvheads numquerygroups kvheads
+width Transformer.width: hiddensize dmodel nembd baseembdim embdim embeddim
+width Transformer.width: embedsize embeddingsize modeldim dim hiddendim width
+hidden Transformer.hidden: intermediatesize intermediatedim ffndim ffnsize ffnhiddensize
+hidden Transformer.hidden: ffdim mlpdim basemlpdim dff hiddendim hidden
 norm_eps: rmsnormeps layernormeps layernormepsilon normalizationlayerepsilon
 tied: tiewordembeddings tieembeddings tieweights weighttying logitsviaembedding
 attention: useflash useflashattention flashattention attentiontype attnimpl attnimplementation attnbackend
 scan: scanlayers
 positions: positionalembedding positionembeddingtype posemb
-dropout: dropoutrate hiddendropout residpdrop residualdropout
+dropout Transformer.dropout: dropoutrate hiddendropout residpdrop residualdropout dropout
 attention_dropout: attnpdrop attndropout attentionprobsdropoutprob
 windows: slidingwindow slidingwindowsize
 logit_softcap: finallogitsoftcap finallogitsoftcapping finallogitssoftcap
@@ -93,6 +97,7 @@ gpt2: gpt gpt3 nanogpt
 llama3_8b: llama llama2 llama3 llama27b llama318b
 qwen3: qwen qwen2 qwen25
 mixtral_8x7b: mixtral
+glob: path paths file files filename filenames pattern filepattern datafiles inputfiles
 text_files: c4 fineweb finewebedu wikitext openwebtext pile slimpajama tinyshakespeare text txt jsonl hf hfdataset files
 token_file: bin memmap tokens megatron indexeddataset
 synthetic: random dummy mock fake
@@ -175,6 +180,9 @@ def _read() -> dict[str, tuple[str, ...]]:
     return names
 
 
+_ALIKE = 0.85
+"""The least similarity of a misspelt name and another program's."""
+
 OURS = _read()
 """Folded names of other programs -> ours. Ours is a binding if it has a dot, else any name."""
 
@@ -191,3 +199,20 @@ def same(word: str, known: Iterable[str], *, bindings: bool = False) -> list[str
     spelt = [name for name in known if fold(name) == fold(word)]
     ours = OURS.get(fold(word), ())
     return spelt or [name for name in ours if name in known] or [name for name in ours if bindings and "." in name]
+
+
+def misspelt(word: str, known: Iterable[str], *, bindings: bool = False, beyond: float = 0.0) -> list[str]:
+    """Return the known names that another program's name stands for which a word nearly is: `lr` for `learning_rte`.
+
+    Args:
+      word: the unknown name.
+      known: the valid names.
+      bindings: see `same`.
+      beyond: how similar the word must be at least to the other program's name, from 0 to 1; never less than 0.85.
+    """
+    folded = fold(word)
+    for name in difflib.get_close_matches(folded, OURS, 5, _ALIKE):
+        if difflib.SequenceMatcher(None, name, folded).ratio() > beyond:
+            if names := same(name, known, bindings=bindings):
+                return names
+    return []

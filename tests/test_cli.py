@@ -168,9 +168,15 @@ def test_resume_goes_on_with_the_runs_own_settings(run, finished):
 
 
 def test_resume_with_another_algorithm_names_the_setting(refused, finished):
-    words = ("cannot continue with another train.algorithm; leave it as before, or start a new run", "opt_state/")
+    words = ("cannot continue with train.algorithm = @", "(it has @", "leave it as before, or start a new run")
     binding = "--gin.train.algorithm=@CompressedGradients()"
     refused("train", "--resume", finished.path, "--gin.train.steps=6", binding, words=words)
+
+
+def test_resume_with_another_width_names_it_although_its_scope_is_left_out(run, refused, finished):
+    words = ("cannot continue with model/TestBigram.width = 16 (it has 8); leave it as before", "For example, ")
+    refused("train", "--resume", finished.path, "--gin.train.steps=6", "--gin.TestBigram.width=16", words=words)
+    assert run("train", "--resume", finished.path, "--gin.train.steps=5", "--gin.TestBigram.width=8")[0] == 0
 
 
 def test_a_run_without_replicas_on_its_mesh_says_that_nothing_is_sent(run, gin):
@@ -379,6 +385,7 @@ def test_the_version_is_shown(capfd):
         (["train", "GIN", "--gin.trian.steps=3"], ["'trian'", "did you mean 'train'"]),
         (["train", "GIN", "--gin.train.steps=many"], ["train.steps must be int", "'many'"]),
         (["train", "GIN", "--gin.train.steps=2.5"], ["train.steps must be int", "2.5"]),
+        (["train", "GIN", "--gin.train.steps=1e3"], ["train.steps must be int, not 1000.0; write 1000"]),
         (["train", "GIN", "--gin.train.steps"], ["--gin.train.steps needs a value"]),
         (["train", "GIN", "--gin.train.steps=0"], ["train.steps = 0", "at least 1"]),
         (["train", "GIN", "--gin.train.batch_size=0"], ["train.batch_size = 0", "at least 1"]),

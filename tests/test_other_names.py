@@ -8,6 +8,7 @@ import pytest
 
 from jaxscale import config, config_registry
 from jaxscale.cli import main
+from jaxscale.config_types import parameters
 from jaxscale.errors import JaxscaleError, near
 from jaxscale.hardware import topology
 from jaxscale.hardware.chip import chips
@@ -92,6 +93,9 @@ BINDINGS = {
     "Transformer.mixer": "attention_layer",
     "Transformer.remat": "memory", "AdamW.betas": "b1 or b2", "AdamW.wd": "weight_decay",
     "optimizer.lr": "train.optimizer",
+    "train.learning_rte": "lr", "train.num_layrs": "Transformer.depth", "train.hidden_size": "Transformer.width",
+    "Transformer.hidden_sise": "width", "train.wieght_decay": "AdamW.weight_decay",
+    "train.batch_sizes": "batch_size", "text_files.paths": "glob",
 }  # fmt: skip
 
 
@@ -102,7 +106,7 @@ def test_a_setting_of_another_program_is_answered_with_ours(wrong):
     for right in BINDINGS[wrong].split(" or "):
         owner, _, field = right.rpartition(".")
         holder = config.registered()[owner or wrong.partition(".")[0]]
-        assert field in holder.__dataclass_fields__, right
+        assert field in parameters(holder), right
 
 
 REFERENCES = {
@@ -205,3 +209,7 @@ def test_every_name_of_ours_is_one():
 def test_names_that_are_much_less_alike_than_the_best_are_not_suggested():
     assert near("AdanW", ["AdamW", "AdamW8bit", "Median", "SGD"]) == "; did you mean 'AdamW'?"
     assert near("warm", ["warmup", "warmth"]) == "; did you mean 'warmup' or 'warmth'?"
+
+
+def test_of_few_names_that_are_all_unlike_every_one_is_listed():
+    assert near("paths", ["duplicates", "heldout"]) == "; known: duplicates, heldout"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import json
 import sys
 import time
@@ -102,8 +101,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--write",
         metavar="FILE",
-        help="gin file that --search writes its result to (default: <name of CONFIG>-planned.gin, with a number if "
-        "that exists)",
+        help="gin file that --search writes its result to; it must not exist (default: nothing is written)",
     )
     parser.add_argument("--compiles", type=int, metavar="N", help="--search compiles at most N candidates (default 4)")
     parser.add_argument(
@@ -198,18 +196,23 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
         options |= {"compile": compile, "restarts": restarts, "loads": loads}
         show(plan_for(config, args.topology, **options), args.json)
         return 0
-    file = _free(path.stem if path is not None else "run") if args.write is None else Path(args.write)
-    if file.exists():
-        raise ConfigError(f"--write {file} exists already; choose another name")
-    if not file.parent.is_dir():
-        raise ConfigError(f"--write {file}: there is no folder {file.parent}")
-    as_gin(config)  # raises for settings that gin cannot express, before the search
+    file = None if args.write is None else Path(args.write)
+    if file is not None:
+        if file.exists():
+            raise ConfigError(f"--write {file} exists already; choose another name")
+        if not file.parent.is_dir():
+            raise ConfigError(f"--write {file}: there is no folder {file.parent}")
+        as_gin(config)  # raises for settings that gin cannot express, before the search
     compiles = COMPILES if args.compiles is None else args.compiles
     with progress() as tell:
         result = search(config, args.topology, compile=compile, compiles=compiles, loads=loads, tell=tell, **options)
     result = dataclasses.replace(result, winner=with_budget(result.winner, restarts=restarts, **options))
     about = f"Found by: jaxscale plan {args.config} --topology {args.topology} --search\n{result.winner.config.layout}"
     show(result, args.json)
+    if file is None:
+        if not args.json:
+            print("\nto write the fastest as a gin file that trains as it is, add --write winner.gin")
+        return 0
     try:
         file.write_text(as_gin(result.winner.config, about))
     except OSError as e:
@@ -354,12 +357,6 @@ def _restarts(args: argparse.Namespace) -> Restarts:
         if not value > 0:
             raise ConfigError(f"{option} {value:g}: must be above 0")
     return Restarts(**{names[name][0]: value * names[name][1] for name, value in options.items()})
-
-
-def _free(stem: str) -> Path:
-    """An unused file name; the file of an earlier search is not overwritten, since it may have been edited."""
-    names = itertools.chain([f"{stem}-planned.gin"], (f"{stem}-planned-{n}.gin" for n in itertools.count(2)))
-    return next(file for file in map(Path, names) if not file.exists())
 
 
 @contextlib.contextmanager

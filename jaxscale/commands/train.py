@@ -112,7 +112,7 @@ def run(args: argparse.Namespace, bindings: list[str]) -> int:
             began=began,
         )
     except OtherArrays as e:
-        raise _with_settings(e, args, bindings) from None
+        raise _with_settings(e, args, config) from None
     if not args.quiet and trained.is_main:
         print(_next_steps(trained, config))
     return 0 if trained.stopped_by is None else STOPS[trained.stopped_by]
@@ -141,17 +141,44 @@ def _window(text: str | None) -> tuple[int, int] | None:
     return first, last
 
 
-def _with_settings(e: OtherArrays, args: argparse.Namespace, bindings: list[str]) -> CheckpointError:
-    """Return an error that begins with the settings which the command gives a run that it continues."""
-    changed = [name for b in bindings if (name := b.partition("=")[0].strip()) != "train.steps"]
+SHAPING = ("model", "optimizer", "adapters", "algorithm", "objective", "tokenizer", "stored")
+"""Settings of `train` whose parts decide what arrays a checkpoint has."""
+
+
+def _with_settings(e: OtherArrays, args: argparse.Namespace, config: TrainConfig) -> CheckpointError:
+    """Return an error that begins with the settings in which a run and the command that continues it differ.
+
+    Args:
+      e: what was raised because the checkpoint has other arrays.
+      args: the parsed options.
+      config: the settings of the command.
+    """
+    from jaxscale.train import read_config
+
     run = args.resume or args.run
-    if not (args.resume or args.go_on) or not run or not changed:
+    if not (args.resume or args.go_on) or not run:
         return e
-    which, they = ("another", "it") if len(changed) == 1 else ("all of these other settings:", "those of the arrays")
+    was, now = _shaping(read_config(run)), _shaping(config)
+    names = [n for n in sorted({**was, **now}) if was.get(n) != now.get(n)]
+    both = [n for n in names if n in was and n in now] or names
+    if not both:
+        return e
+    each = [f"{n} = {now.get(n, 'not set')} (it has {was.get(n, 'none')})" for n in both]
+    first, more = str(e).partition("; ")[0], "" if len(each) < 4 else f" and {len(each) - 3} more"
+    leave = "it" if len(each) == 1 else "those of arrays"
     return CheckpointError(
-        f"{run} cannot continue with {which} {', '.join(changed)}; leave {they} as before, or start a new run (of the "
-        f"same model from its parameters: --from {run}). {e}"
+        f"{run} cannot continue with {', '.join(each[:3])}{more}; leave {leave} as before"
+        f", or start a new run (of the same model from its parameters: --from {run}). For example, {first}"
     )
+
+
+def _shaping(config: TrainConfig) -> dict[str, str]:
+    """Return the bindings of a run that decide what arrays it has, as text."""
+    from jaxscale import config as gin_config
+
+    lines = gin_config.dumps("train", config.values()).splitlines()
+    pairs = (line.partition(" = ") for line in lines)
+    return {n: v for n, _, v in pairs if n.removeprefix("train.").startswith(SHAPING)}
 
 
 def _next_steps(run: Run, config: TrainConfig) -> str:

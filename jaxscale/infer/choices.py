@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxscale.errors import DataError, near
-from jaxscale.infer.loaded import load_model, prompt_ids, warn_length
+from jaxscale.infer.loaded import check_length, load_model, prompt_ids, warn_length
 from jaxscale.infer.score import log_probabilities
 from jaxscale.layout import Layout
 from jaxscale.nn import WeightFormat
@@ -157,6 +157,7 @@ def multiple_choice(
       ConfigError: as in `jaxscale.infer.evaluate.perplexity`.
       CheckpointError: there is no such checkpoint.
       RunError: the run has no checkpoint.
+      LayoutError: the layout does not divide `length`.
     """
     length = run.config.seq_len if length is None else length
     warn_length(run, length)
@@ -173,6 +174,7 @@ def multiple_choice(
             sequences.append(ids)
             first.append(int(differs[0] if len(differs) else n) - 1)
     loaded = load_model(run, layout, step, weights=weights)
+    check_length(run, loaded.layout, length)
     logprobs = log_probabilities(
         loaded, sequences, first=first, length=length, rows=rows, loss=run.config.token_loss, apart=run.config.segments
     )

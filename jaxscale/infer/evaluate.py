@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int
 
 from jaxscale.data.packing import Documents
 from jaxscale.errors import DataError
-from jaxscale.infer.loaded import load_model, scored_ids, warn_length
+from jaxscale.infer.loaded import check_length, load_model, scored_ids, warn_length
 from jaxscale.infer.score import log_probabilities
 from jaxscale.layout import Layout
 from jaxscale.models.base import vocab_of
@@ -133,6 +133,7 @@ def perplexity(
       ConfigError: a setting out of range, or a model that is not a language model.
       CheckpointError: there is no such checkpoint.
       RunError: the run has no checkpoint.
+      LayoutError: the layout does not divide `length`.
     """
     check_texts(run.config)
     length = run.config.seq_len if length is None else length
@@ -143,6 +144,7 @@ def perplexity(
     if not tokens:
         raise DataError("there is no text to evaluate on; name files that are not empty")
     loaded = load_model(run, layout, step, weights=weights)
+    check_length(run, loaded.layout, length)
     logprobs = log_probabilities(
         loaded,
         [d.ids for d in documents],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,13 +13,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int
 
-from jaxscale.errors import ConfigError, RunError
+from jaxscale.errors import ConfigError, LayoutError, RunError
 from jaxscale.infer.cache import generating
 from jaxscale.infer.stages import on_stages
 from jaxscale.layout import Layout
 from jaxscale.layout.tensors import Tree
 from jaxscale.models import ModelConfig
-from jaxscale.models.base import DropsTokens, ExtendsContext, SendsToExperts, vocab_of
+from jaxscale.models.base import CutsSequences, DropsTokens, ExtendsContext, SendsToExperts, vocab_of
 from jaxscale.nn import WeightFormat
 from jaxscale.step.state import describe_model
 from jaxscale.step.texts import check_texts, checked
@@ -156,6 +157,32 @@ def warn_length(run: Run, length: int) -> None:
             "beyond that is unknown",
             length, trained_length(run),
         )  # fmt: skip
+
+
+def check_length(run: Run, layout: Layout | None, length: int) -> None:
+    """Check that the devices that shard sequences divide their length.
+
+    Args:
+      run: the model's run.
+      layout: the layout that the model is on; `None` is one device.
+      length: tokens of a sequence.
+
+    Raises:
+      LayoutError: they do not; the message has the nearest lengths that they divide.
+    """
+    if layout is None or length < 1:
+        return
+    model = run.config.model
+    with layout:
+        unit = model.length_unit() if isinstance(model, CutsSequences) else 1
+    experts = any("experts" in i.axes for i in jax.tree.leaves(describe_model(model)[1]))
+    unit = math.lcm(unit, *map(layout.split, ("seq", "residual_seq", *(["expert_seq"] if experts else []))))
+    if length % unit:
+        below, above = length // unit * unit, -(-length // unit) * unit
+        raise LayoutError(
+            f"length = {length}: this model on {layout} needs a multiple of {unit}; the nearest is "
+            f"{f'{below} or {above}' if below else above}"
+        )
 
 
 def trained_length(run: RunFolder) -> int:

@@ -47,6 +47,9 @@ AXES: dict[str, str] = {
 }
 """Logical axis name -> what a dimension of that name is, and the mesh axes that it is usually sharded over."""
 
+SETTINGS = {"embed": "Transformer.width", "expert_embed": "Transformer.width", "experts": "MixtureOfExperts.experts"}
+"""Logical axis name -> the setting that has its size in every `Transformer`, for error messages."""
+
 STACKED = ("layers", "uses", "experts")
 """Axes that stack separate tensors: whatever is defined per tensor (a norm, fan-in) is computed per index of them."""
 

@@ -16,7 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 
 from jaxscale.config import register
 from jaxscale.errors import LayoutError, count
-from jaxscale.layout.axes import AXES, FILLED, MESH_AXES, REPLICABLE, check_axis, check_mesh_axis
+from jaxscale.layout.axes import AXES, FILLED, MESH_AXES, REPLICABLE, SETTINGS, check_axis, check_mesh_axis
 from jaxscale.layout.mesh import make_mesh, parse_mesh, resolve_sizes
 from jaxscale.layout.pipeline import Pipeline
 from jaxscale.layout.rules import Kind, Rules, preset
@@ -340,6 +340,8 @@ class Layout:
             fitting = max(n for n in range(1, pieces) if size % n == 0)
         mesh = " x ".join(f"{m}={self.sizes[m]}" for m in target)
         sizes = f"{below} or {above}" if below else f"{above}"
+        if axis in SETTINGS:
+            sizes += f" ({SETTINGS[axis]} if the model is a Transformer)"
         return (
             f"the rule {kind}['{axis}'] = {target if len(target) > 1 else target[0]!r} shards {size} over {pieces} "
             f"devices ({mesh}), and {pieces} does not divide {size}; the nearest '{axis}' that it divides is {sizes}, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,11 +15,14 @@ from jaxscale.config import meant, register
 from jaxscale.data import ByteTokenizer, Corpus, Tokenizer, as_corpus, python_stdlib
 from jaxscale.data.batching import HDP, FlexSP
 from jaxscale.data.packing import PACKINGS
-from jaxscale.errors import ConfigError, DataError, near
-from jaxscale.layout import Layout
+from jaxscale.errors import ConfigError, DataError, LayoutError, near
+from jaxscale.layout import Layout, parse_mesh
+from jaxscale.layout.axes import MESH_AXES
+from jaxscale.layout.rules import PRESETS
 from jaxscale.models import ModelConfig, TransformerConfig
 from jaxscale.nn import WeightFormat
 from jaxscale.optim import AdamW, LRSchedule, Optimizer, WarmupCosine
+from jaxscale.reading import clipped
 from jaxscale.signatures import check_method
 from jaxscale.step.adaptation import Adapters
 from jaxscale.step.algorithm import Algorithm
@@ -156,7 +160,10 @@ class TrainConfig:
                 named += ("reference",) if name == "objective" and value.reference else ()
                 check_method(f"train.{name}", value, method, positional, named)
         if not isinstance(self.layout, Layout | None):
-            raise ConfigError(f"train.layout must be a layout such as Layout('data=8'), or None, not {self.layout!r}")
+            raise ConfigError(
+                f"train.layout must be a layout such as Layout('data=8'), or None, not {self.layout!r}"
+                f"{_layout_meant(self.layout)}"
+            )
         if not isinstance(self.batching, FlexSP | HDP | None):
             raise ConfigError(
                 "train.batching must be FlexSP() or HDP(), the batch planners that train, or None, not "
@@ -171,7 +178,8 @@ class TrainConfig:
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool)
             if value is not None and name != "balance_rate" and not whole:
-                raise ConfigError(f"train.{name} = {value!r}: must be a whole number")
+                hint = f"; write {int(value)}" if isinstance(value, float) and value.is_integer() else ""
+                raise ConfigError(f"train.{name} = {value!r}: must be a whole number{hint}")
             if value is not None and not least <= value < math.inf:
                 finite = " and finite" if value == math.inf else ""
                 raise ConfigError(f"train.{name} = {value}: must be at least {least}{finite}")
@@ -285,7 +293,34 @@ def _takes_keys(make: Callable[..., object]) -> bool:
 
 
 def _called(value: object) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else repr(value)
+    """Return a value in a few words; of arrays, types and shapes."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, Mapping):
+        items = [f"{k!r}: {_called(v)}" for k, v in itertools.islice(value.items(), 3)]
+        return f"a {type(value).__name__} of {', '.join(items)}{', ...' if len(value) > 3 else ''}"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    return clipped(" ".join(repr(value).split()))
+
+
+def _layout_meant(value: object) -> str:
+    """Return what a value that is no layout was probably meant to be, for the end of a message."""
+    if isinstance(value, Mapping):
+        value = ",".join(f"{axis}={size}" for axis, size in value.items())
+    if not isinstance(value, str):
+        return ""
+    if "=" not in value:
+        preset, axis = (near(value, names) for names in (PRESETS, MESH_AXES))
+        if value not in PRESETS and axis.startswith("; did you mean"):
+            return f"""; write Layout('{axis.split("'")[1]}=-1')"""
+        if preset.startswith("; did you mean"):
+            return f"""; write rules with a mesh, such as Layout('data=-1', rules='{preset.split("'")[1]}')"""
+    try:
+        parse_mesh(value)
+    except LayoutError as e:
+        return f"; {e}"
+    return f"; write Layout('{value}')"
 
 
 # For each setting the methods that its value needs, and a description for errors. (A class without its brackets is a

@@ -15,6 +15,7 @@ from jaxscale.layout import Layout, shardings_of
 from jaxscale.layout.axes import MESH_AXES
 from jaxscale.layout.layout import PlacedLayout
 from jaxscale.models.base import CountsFlops, CutsSequences
+from jaxscale.nn import flash_attention
 from jaxscale.step.backprop import Backprop
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import NextToken
@@ -77,6 +78,7 @@ def refuse(config: TrainConfig, blueprint: Blueprint) -> None:
       ConfigError: a setting does not.
       LayoutError: the layout does not.
     """
+    assert config.batching is not None
     layout, planner = config.layout, type(config.batching).__name__
     name = f"train.batching = {planner}()"
     if layout is None:
@@ -108,6 +110,12 @@ def refuse(config: TrainConfig, blueprint: Blueprint) -> None:
     if tracked := next(iter(histories(blueprint)), None):
         raise ConfigError(
             f"{name} keeps no history of scales, and {tracked} has delayed scaling; use scaling by the current values"
+        )
+    attention = getattr(config.model, "attention", None)
+    if getattr(attention, "func", attention) is flash_attention and config.batching.degrees != (1,):
+        raise ConfigError(
+            f"{name} shards long sequences over a group of devices, and flash_attention needs whole ones; set "
+            f"Transformer.attention = @RingAttention(), or {planner}.degrees = (1,)"
         )
     if getattr(config.model, "soft_prompt", 0):
         raise ConfigError(f"{name} moves documents between rows, and a soft prompt begins each row; use LoRA()")

@@ -89,15 +89,20 @@ class LoRA(Adapters):
         names = {part for site in sites for part in (*site.module.split("/"), *site.axes)}
         for target in self.targets:
             if not any(site.matches(target) for site in sites):
-                raise ConfigError(
-                    f"LoRA.targets has '{target}', which no projection of the model matches"
-                    f"{near(target, {n for n in names if not n.isdecimal()})}"
-                )
+                ours = _PEFT.get(target)
+                valid = {n for n in names if not n.isdecimal()}
+                hint = f"; did you mean '{ours}'?" if ours in (*valid, "*") else near(target, valid)
+                raise ConfigError(f"LoRA.targets has '{target}', which no projection of the model matches{hint}")
         chosen = tuple(site for site in sites if any(site.matches(target) for target in self.targets))
         return LowRank(self, chosen, infos)
 
 
 _TYPES = ("float32", "bfloat16", "float16")
+_PEFT = {
+    "q_proj": "q", "query": "q", "k_proj": "k", "key": "k", "v_proj": "v", "value": "v", "o_proj": "out",
+    "out_proj": "out", "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "all-linear": "*",
+}  # fmt: skip
+"""Names of projections in PEFT's `target_modules` -> ours."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -357,7 +357,8 @@ def read_config(path: str | Path, bindings: Sequence[str] = (), *, replaced: Col
 
     Args:
       path: the run folder, or its URL in a bucket.
-      bindings: gin bindings that override settings.
+      bindings: gin bindings that override settings; the scope of one may be left out where a single object of the run
+        has the setting.
       replaced: settings that the caller replaces, which need not be in `config.gin`.
 
     Raises:
@@ -381,30 +382,43 @@ def read_config(path: str | Path, bindings: Sequence[str] = (), *, replaced: Col
             f"{as_named(file)} does not hold {', '.join(lost)}, which came from Python; resume the run from Python "
             f"with jaxscale.fit({lost[0].split('.')[1]}=..., run={as_named(path)!r}, resume=True)"
         )
-    with gin_config.isolated():
-        options = {"allow_imports": False, "partial": bool(from_python)}
-        try:
-            if (new := _with_new_settings(text)) != text:
-                text = new
-                gin_config.load([], [text, *bindings], **options)
-            else:
-                gin_config.load([file], bindings, **options)
-        except ConfigError as e:
-            if "registered" not in str(e):
-                raise
-            raise ConfigError(f"{e}; if you wrote it, import its module: {_imports(path)}") from None
-        config = gin_config.call("train")
-        unread = gin_config.unused()
-        if bindings:  # settings of a part that `bindings` replaces may be left over
-            overrides = {b.partition("=")[0].strip() for b in bindings}
-            unread = [name for name in unread if name in overrides]
-        if unread:
-            known = [line.partition(" =")[0] for line in text.splitlines() if " = " in line]
-            tail = unread[0].rsplit("/", 1)[-1]
-            same = [name for name in known if name.endswith(f"/{tail}")]
-            hint = f"; in this run it is called {' or '.join(same)}" if same else near(unread[0], known)
-            raise ConfigError(f"nothing in {as_named(file)} reads the binding {unread[0]}{hint}")
+    known = [line.partition(" =")[0] for line in text.splitlines() if " = " in line]
+
+    def called(bindings: Sequence[str]) -> tuple[object, list[str]]:
+        """Return the settings, and which of `bindings` nothing reads."""
+        with gin_config.isolated():
+            options = {"allow_imports": False, "partial": bool(from_python)}
+            try:
+                if (new := _with_new_settings(text)) != text:
+                    gin_config.load([], [new, *bindings], **options)
+                else:
+                    gin_config.load([file], bindings, **options)
+            except ConfigError as e:
+                if "registered" not in str(e):
+                    raise
+                raise ConfigError(f"{e}; if you wrote it, import its module: {_imports(path)}") from None
+            config, names = gin_config.call("train"), {_named(b) for b in bindings}
+            # settings of a part that `bindings` replaces may be left over
+            return config, [name for name in gin_config.unused() if not bindings or name in names]
+
+    config, unread = called(bindings)
+    scoped = {name: [one for one in known if one.endswith(f"/{name}")] for name in unread}
+    if unread and all(len(names) == 1 for names in scoped.values()):
+        # `Transformer.depth` can only be `model/Transformer.depth`, unless another model takes the place of that one
+        full = [f"{scoped.get(_named(b), [_named(b)])[0]} = {b.partition('=')[2]}" for b in bindings]
+        config, still = called(full)
+        unread = unread if still else []
+    if unread:
+        tail = unread[0].rsplit("/", 1)[-1]
+        same = [name for name in known if name.endswith(f"/{tail}")]
+        hint = f"; in this run it is called {' or '.join(same)}" if same else near(unread[0], known)
+        raise ConfigError(f"nothing in {as_named(file)} reads the binding {unread[0]}{hint}")
     return config  # type: ignore[return-value]
+
+
+def _named(binding: str) -> str:
+    """Return what a binding sets, such as `train.lr`."""
+    return binding.partition("=")[0].strip()
 
 
 _OLD_LOSS = re.compile(r"^train\.(loss|z_loss) =", re.MULTILINE)

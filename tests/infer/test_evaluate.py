@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,10 +14,11 @@ import pytest
 from flax import nnx
 
 import jaxscale as js
-from jaxscale.errors import ConfigError, DataError
+from jaxscale.errors import ConfigError, DataError, LayoutError
 from jaxscale.infer import evaluate
 from jaxscale.infer.choices import Question, multiple_choice, read_questions
 from jaxscale.infer.evaluate import perplexity
+from jaxscale.infer.loaded import check_length
 from jaxscale.infer.score import windows
 from jaxscale.step import describe_model
 from tests.truth.errors import raises_saying
@@ -215,6 +217,19 @@ def test_a_wrong_question_is_named_by_its_line(tmp_path, line, words):
 def test_a_wrong_window_is_an_error(stored, files, options, words):
     with raises_saying(ConfigError, *words):
         perplexity(stored, files, **options)
+
+
+def test_the_advised_length_divides_over_a_ring_in_zigzag_order():
+    model = js.models.TransformerConfig(
+        depth=1, vocab=64, width=32, heads=4, hidden=64, attention=js.nn.RingAttention()
+    )
+    run, layout = SimpleNamespace(config=js.TrainConfig(model=model)), js.Layout("context=4").abstract(8)
+    for length in (58, 60):  # neither, and what the mesh alone would allow
+        with raises_saying(LayoutError, f"length = {length}", "multiple of 8", "56 or 64"):
+            check_length(run, layout, length)
+    for length in (56, 64):
+        check_length(run, layout, length)
+    check_length(run, None, 58)
 
 
 def test_texts_that_cannot_be_scored_are_an_error(stored, tmp_path):

@@ -241,3 +241,10 @@ def test_a_placed_layout_is_written_as_its_specification():
 def test_advice_without_a_common_divisor_names_the_largest_number_of_devices_that_divides():
     with raises_saying(LayoutError, "shards 16 over 5", "or shard it over 4 devices"):
         Layout("data=5").spec(("batch",), (16,), kind="activations")
+
+
+def test_a_width_that_does_not_divide_names_the_setting_of_a_transformer():
+    layout = Layout("fsdp=8").abstract(8)
+    with raises_saying(LayoutError, "32 or 40 (Transformer.width if the model is a Transformer)"):
+        layout.spec(("vocab", "embed"), (256, 36))
+    layout.spec(("vocab", "embed"), (256, 40))

@@ -264,6 +264,19 @@ def test_tracing_ends_when_its_time_is_over_and_what_was_left_out_is_said():
     assert "5 candidates were not traced, and a faster one may be among them" in " ".join(str(result).split())
 
 
+def test_nothing_is_written_unless_a_file_is_named(tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    space = Space(axes=("data",), policies=("none",), accumulate=(1,))
+    monkeypatch.setattr(searching, "Space", lambda: space)
+    gin = write_gin(tmp_path / "small.gin")
+    before = sorted(tmp_path.iterdir())
+    command = ["plan", str(gin), "--topology", "cpu:2", "--search", "--analytic", "--gin.train.batch_size=4"]
+    assert main(command) == 0
+    assert sorted(tmp_path.iterdir()) == before and "add --write winner.gin" in capfd.readouterr().out
+    assert main([*command, "--write", "winner.gin"]) == 0
+    assert (tmp_path / "winner.gin").is_file() and "written to winner.gin" in capfd.readouterr().out
+
+
 def test_the_planned_file_is_not_overwritten(tmp_path, capfd):
     gin = write_gin(tmp_path / "small.gin")
     before = gin.read_text()

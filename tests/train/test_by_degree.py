@@ -13,7 +13,7 @@ import pytest
 import jaxscale as js
 from jaxscale.data.batching import HDP, FlexSP, SequenceCosts, Static
 from jaxscale.errors import ConfigError, LayoutError
-from jaxscale.nn import RingAttention, UlyssesAttention
+from jaxscale.nn import RingAttention, UlyssesAttention, flash_attention
 from jaxscale.step import Histograms, NextToken
 from jaxscale.step.by_degree import ByDegree, dealt, sequences_of
 from jaxscale.step.by_group import ByGroup, plan_of, rows_of
@@ -219,9 +219,18 @@ def test_a_plan_says_that_it_is_of_one_layout(tmp_path):
         ({"batching": FlexSP(capacity=15)}, ConfigError, "the nearest that works is 16"),
         ({"batching": FlexSP(costs=SequenceCosts(1.0, 0.1, {1: 0.0, 2: 0.1}, 16))}, ConfigError, "at most 32"),
         ({"model": dataclasses.replace(MODEL, attention=UlyssesAttention())}, LayoutError, "heads"),
+        (
+            {"model": dataclasses.replace(MODEL, attention=flash_attention)},
+            ConfigError,
+            "set Transformer.attention = @RingAttention(), or FlexSP.degrees = (1,)",
+        ),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
 )
 def test_what_does_not_work_is_refused(tmp_path, changes, error, message):
     with raises_saying(error, message):
         check(settings(tmp_path, **changes))
+
+
+def test_groups_of_one_device_compute_flash_attention(tmp_path):
+    check(settings(tmp_path, model=dataclasses.replace(MODEL, attention=flash_attention), batching=FlexSP((1,))))

@@ -107,7 +107,7 @@ def test_targets_are_modules_patterns_or_axes(base, targets, kernels):
 
 
 def test_mistakes_are_told(base):
-    with pytest.raises(ConfigError, match="'query', which no projection of the model matches"):
+    with pytest.raises(ConfigError, match="'query', which no projection of the model matches; did you mean 'q'"):
         blueprint_of(config_of(base, adapters=LoRA(targets=("q", "query"))))
     with pytest.raises(ConfigError, match="set train.start"):
         TrainConfig(adapters=LoRA())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 
+import numpy as np
 import pytest
 
 import jaxscale as js
@@ -114,3 +115,30 @@ def test_a_weight_of_the_squared_log_partition_that_is_no_weight_is_refused(weig
 def test_a_rate_that_is_no_number_is_refused_before_a_step(name, value):
     with pytest.raises(ConfigError, match=rf"train.{name} = {value}: must be "):
         js.TrainConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "value, advice, right",
+    [
+        ("fsdp=4", "write Layout('fsdp=4')", js.Layout("fsdp=4")),
+        ({"fsdp": 4, "data": 2}, "write Layout('fsdp=4,data=2')", js.Layout("fsdp=4,data=2")),
+        ("fdsp", "write Layout('fsdp=-1')", js.Layout("fsdp=-1")),
+        ("zero1", "Layout('data=-1', rules='zero1')", js.Layout("data=-1", rules="zero1")),
+        ("data=2,fspd=4", "did you mean 'fsdp'?", js.Layout("data=2,fsdp=4")),
+    ],
+    ids=["mesh", "dict", "misspelt axis", "rules", "misspelt mesh"],
+)
+def test_what_is_no_layout_is_answered_with_the_layout_that_it_means(value, advice, right):
+    with raises_saying(ConfigError, "train.layout must be a layout", advice):
+        js.TrainConfig(layout=value)
+    js.TrainConfig(layout=right)
+
+
+def test_whole_floats_are_answered_with_the_number_to_write():
+    with raises_saying(ConfigError, "train.steps = 1000.0: must be a whole number; write 1000"):
+        js.TrainConfig(steps=1e3)
+
+
+def test_arrays_that_are_no_corpus_are_named_by_type_and_shape():
+    with raises_saying(ConfigError, "not a dict of 'tokens': int32 of shape (100, 17), 'names': ['a']"):
+        js.TrainConfig(data={"tokens": np.zeros((100, 17), np.int32), "names": ["a"]})

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxscale.errors import RunError
 from jaxscale.layout import describe
+from jaxscale.layout.host import HOST
 from jaxscale.layout.tensors import Tree
 from jaxscale.plan.compile import lower_step
 from jaxscale.step import TrainConfig, blueprint_of, model_flops
@@ -34,6 +35,8 @@ class DryRun:
       flops: FLOPs of a step's matrix products over all devices, by the model's formula; `None` for a model without one.
       parameter_bytes: bytes of parameters per device.
       state_bytes: bytes of the training state per device, parameters included.
+      host_bytes: those of `state_bytes` that are in host memory.
+      host_parameter_bytes: those of `parameter_bytes` that are in host memory.
       data: name of the corpus.
       models: where frozen or first parameters are from, by "start" and "teacher".
       operations: lines of the lowered program.
@@ -49,6 +52,8 @@ class DryRun:
     flops: int | None
     parameter_bytes: int
     state_bytes: int
+    host_bytes: int
+    host_parameter_bytes: int
     data: str
     models: dict[str, str]
     operations: int
@@ -58,6 +63,9 @@ class DryRun:
         batch = f"{self.rows:,} rows" + ("" if self.tokens is None else f", {self.tokens:,} tokens")
         batch += f" in {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         state = f"{human_bytes(self.state_bytes)} a device, {human_bytes(self.parameter_bytes)} of it parameters"
+        if self.host_bytes:
+            parts = human_bytes(self.host_parameter_bytes)
+            state += f"; {human_bytes(self.host_bytes)} of these are in host memory ({parts} of parameters)"
         rows = {
             "layout": f"{self.layout}: {self.devices:,} device{'s' * (self.devices > 1)}",
             "model": f"{self.parameters:,} parameters",
@@ -89,6 +97,8 @@ def dry_run(config: TrainConfig) -> DryRun:
     layout = config.layout if config.layout is None else config.layout.abstract()
     blueprint, _ = blueprint_of(dataclasses.replace(config, layout=layout))
     params = blueprint.algorithm.infos(blueprint)["params"]
+    abstract, shardings = blueprint.abstract_state(), blueprint.shardings()
+    tables = [row for tree in (params, blueprint.frozen) for row in describe(tree, layout)]
     starts = {"start": config.start, "teacher": config.objective.teacher}
     return DryRun(
         layout=str(layout) if layout else "no layout",
@@ -98,10 +108,10 @@ def dry_run(config: TrainConfig) -> DryRun:
         tokens=count if unit == "tokens" else None,
         micro_batches=config.accumulate,
         flops=model_flops(config),
-        parameter_bytes=sum(
-            row.bytes_per_device for tree in (params, blueprint.frozen) for row in describe(tree, layout)
-        ),
-        state_bytes=_bytes_per_device(blueprint.abstract_state(), blueprint.shardings()),
+        parameter_bytes=sum(row.bytes_per_device for row in tables),
+        state_bytes=_bytes_per_device(abstract, shardings),
+        host_bytes=0 if shardings is None else _bytes_per_device(abstract, shardings, host=True),
+        host_parameter_bytes=_bytes_per_device(abstract.params, shardings.params, host=True) if shardings else 0,
         data=config.data.name,
         models={name: _where(start) for name, start in starts.items() if start is not None},
         operations=lowered.as_text().count("\n"),
@@ -117,9 +127,13 @@ def _where(start: Start) -> str:
         return f"{start.path}, which is not a run with a checkpoint yet"
 
 
-def _bytes_per_device(arrays: Tree, shardings: Tree) -> int:
+def _bytes_per_device(arrays: Tree, shardings: Tree, *, host: bool = False) -> int:
+    """Return the bytes of arrays on a device, or of those in its host's memory."""
+
     def bytes_of(x: jax.Array | jax.ShapeDtypeStruct, where: jax.sharding.Sharding | None = None) -> int:
         shape = x.shape if where is None else where.shard_shape(x.shape)
-        return 0 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else math.prod(shape) * x.dtype.itemsize
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or (host and (where is None or where.memory_kind != HOST)):
+            return 0
+        return math.prod(shape) * x.dtype.itemsize
 
     return sum(jax.tree.leaves(jax.tree.map(bytes_of, arrays, *([] if shardings is None else [shardings]))))

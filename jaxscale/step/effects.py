@@ -19,6 +19,7 @@ from jaxscale.models.transformer_checks import not_default
 from jaxscale.optim import EightBit, ScheduleFreeAdamW, ScheduleFreeSGD, is_quantized, without_biases
 from jaxscale.optim.storage import check_fits
 from jaxscale.reading import clipped
+from jaxscale.step.algorithms.stream_layers import StreamLayers, longest_stack
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.pipeline import replicas_of
 from jaxscale.step.state import Blueprint
@@ -88,6 +89,15 @@ def _of_run(c: TrainConfig, blueprint: Blueprint) -> Findings:
     if len(jax.tree.leaves(without_biases(blueprint.infos))) == len(jax.tree.leaves(blueprint.infos)):
         for name in not_default(c, "balance_rate"):
             yield f"train.{name}", c.balance_rate, "the model has no router with load-balancing biases (SigmoidRouter)"
+
+
+def _of_streams(c: TrainConfig, blueprint: Blueprint) -> Findings:
+    if isinstance(c.algorithm, StreamLayers) and c.algorithm.window > max(2, most := longest_stack(blueprint.infos)):
+        yield (
+            "StreamLayers.window",
+            c.algorithm.window,
+            f"it acts as {most}, the repeats of the model's longest stack, all of which are then on the device",
+        )
 
 
 def _of_layout(c: TrainConfig, blueprint: Blueprint) -> Findings:
@@ -189,4 +199,10 @@ def _of_model(c: TrainConfig, blueprint: Blueprint) -> Findings:
         yield "Transformer.multi_token", modules, f"{name} trains none of its modules (train.objective = @NextTokens())"
 
 
-_CHECKS: tuple[Callable[[TrainConfig, Blueprint], Findings], ...] = (_of_run, _of_layout, _of_optimizer, _of_model)
+_CHECKS: tuple[Callable[[TrainConfig, Blueprint], Findings], ...] = (
+    _of_run,
+    _of_streams,
+    _of_layout,
+    _of_optimizer,
+    _of_model,
+)

@@ -178,7 +178,10 @@ class RunFolder:
         return dataclasses.replace(config, tokenizer=own.tokenizer)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return a dict per step: `step`, `loss`, `grad_norm`, `lr`, `tokens_per_second`, `time`, some `eval_loss`."""
+        """Return a dict per step: `step`, `loss`, `grad_norm`, `lr`, `tokens_per_second`, `time`, some `eval_loss`.
+
+        A run that went on from a checkpoint has several lines of the steps after it; the last one is returned.
+        """
         return read_metrics(self.path / "metrics.jsonl")
 
     def plot(self, path: str | Path | None = None) -> Figure:

@@ -16,7 +16,10 @@ from jaxscale.models import TransformerConfig
 from jaxscale.nn import MemoryPolicy, MixtureOfExperts, PerLayer, ReversibleRun, SigmoidRouter
 from jaxscale.optim import AdamW, OnHost
 from jaxscale.plan.compile import compile_step
-from jaxscale.step import StreamLayers, TrainConfig, WeightEMA, check, prepare
+from jaxscale.plan.dry_run import dry_run
+from jaxscale.step import StreamLayers, TrainConfig, WeightEMA, blueprint_of, check, prepare
+from jaxscale.step.effects import without_effect
+from jaxscale.units import human_bytes
 from tests.truth.errors import raises_saying
 from tests.truth.layouts import QUICKLY
 from tests.truth.runs import Bigram, assert_same_bits, bigram
@@ -130,3 +133,24 @@ def test_what_needs_all_layers_at_once_is_refused(tmp_path):
             check(config(**{"algorithm": StreamLayers()} | wrong))
     with raises_saying(ConfigError, "StreamLayers.window"):
         StreamLayers(0)
+
+
+def test_a_window_above_the_longest_stack_says_what_it_acts_as():
+    def warnings(window):
+        one = config(algorithm=StreamLayers(window))
+        return [w for w in without_effect(one, blueprint_of(one)[0]) if "StreamLayers" in w]
+
+    assert warnings(2) == []
+    (sentence,) = warnings(9)
+    assert sentence.startswith(
+        "StreamLayers.window = 9 has no effect: it acts as 2, the repeats of the model's longest"
+    )
+
+
+def test_a_dry_run_names_what_is_in_host_memory():
+    result = dry_run(config(algorithm=StreamLayers()))
+    assert 0 < result.host_parameter_bytes < result.parameter_bytes
+    assert result.host_parameter_bytes < result.host_bytes < result.state_bytes
+    assert f"{human_bytes(result.host_bytes)} of these are in host memory" in str(result)
+    alone = dry_run(config(optimizer=AdamW()))
+    assert alone.host_bytes == alone.host_parameter_bytes == 0 and "host memory" not in str(alone)

@@ -129,5 +129,14 @@ class StreamLayers(Algorithm):
             )
 
 
+def longest_stack(infos: Tree) -> int:
+    """Return the repeats of the longest stack that `StreamLayers` has in host memory.
+
+    Args:
+      infos: a `TensorInfo` for each parameter.
+    """
+    return max((i.shape[0] for i in jax.tree.leaves(infos) if _is_streamed(i)), default=0)
+
+
 def _is_streamed(info: TensorInfo) -> bool:
     return is_stack(info) and not stays(info) and len(info.shape) > 2

@@ -14,6 +14,8 @@ from jax.extend import core
 
 from jaxscale.plan.scopes import iterations_in, scopes_of, share_of_updates, stage_of
 
+KERNELS = ("pallas_call", "mpmd_map")
+"""Primitives of Pallas kernels; the second is that of Mosaic GPU."""
 _ORDER = ("other", "forward", "backward", "recomputed")
 
 
@@ -173,7 +175,7 @@ _INNER: dict[str, Callable[[_Walk, Any, _Place, int, bool], None]] = {
     "while": _Walk.loop,
     "cond": _Walk.cond,
     "shard_map": _Walk.shard_map,
-    "pallas_call": _Walk.kernel,
+    **dict.fromkeys(KERNELS, _Walk.kernel),
 }
 
 
@@ -227,7 +229,7 @@ _PRODUCTS: dict[str, Callable[[Any], int]] = {
 
 def product_flops(eqn: core.JaxprEqn) -> int:
     """Return the FLOPs of a matrix product, a decomposition, or a kernel as it declares; 0 for other equations."""
-    if eqn.primitive.name == "pallas_call":
+    if eqn.primitive.name in KERNELS:
         cost = eqn.params.get("cost_estimate")
         return 0 if cost is None else int(cost.flops)
     count = _PRODUCTS.get(eqn.primitive.name)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jaxscale.layout import Boxes
-from jaxscale.plan.flop_walk import product_flops
+from jaxscale.plan.flop_walk import KERNELS, product_flops
 from jaxscale.plan.moves import send
 from jaxscale.plan.program import ELEMENTWISE
 
@@ -292,7 +292,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("reshape", "squeeze", "expand_dims"), reshape),
     **dict.fromkeys(("pad", "slice"), pad_or_slice),
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"), reduction),
-    **dict.fromkeys(("pallas_call", "ragged_dot_general", "ragged_dot", "conv_general_dilated", "eigh", "qr"), counted),
+    **dict.fromkeys((*KERNELS, "ragged_dot_general", "ragged_dot", "conv_general_dilated", "eigh", "qr"), counted),
     **dict.fromkeys(_COLLECTIVES, collective),
 }
 """Rules by primitive; `without_rule` for all others."""

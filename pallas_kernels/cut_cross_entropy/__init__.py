@@ -88,9 +88,8 @@ def linear_cross_entropy(
         above this share of its token's largest coefficient, such as `BF16_FILTER`; 0 leaves out exact zeros only. The
         block size depends on the implementation; `filtered_share` returns how much is left out.
       w_layout: "ve" or "ev", needed where V is E.
-      implementation: "mosaic_tpu", "mosaic_gpu" (with the gradient of "xla"), "xla", or "dense" (which stores the
-        logits); `None` chooses the best here. But "mosaic_gpu", the gradient has the same implementation; filtered, a
-        kernel's is that of "xla".
+      implementation: "mosaic_tpu", "mosaic_gpu", "xla", or "dense" (which stores the logits), for the loss and its
+        gradients; `None` chooses the best here, for each of both. Filtered gradients of a kernel are those of "xla".
 
     Returns:
       float32 of the targets' shape, or that and the log-sum-exp.
@@ -230,10 +229,8 @@ IMPLEMENTATIONS = (
 
 
 def _backward_is_xla(implementation: str | None, direction: str, logits: Logits) -> bool:
-    """Whether a named kernel has no backward pass of its own: on GPUs, and of filtered gradients."""
-    if direction == "forward":
-        return False
-    return implementation == "mosaic_gpu" or (implementation == "mosaic_tpu" and logits.filter is not None)
+    """Whether a named kernel has no backward pass of its own: that of filtered gradients."""
+    return direction != "forward" and logits.filter is not None and implementation in ("mosaic_tpu", "mosaic_gpu")
 
 
 _BY_NAME = (Implementation("dense", (), _unfiltered, functools.partial(_run_plain, reference)),)

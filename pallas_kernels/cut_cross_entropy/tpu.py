@@ -20,8 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.cut_cross_entropy import tpu_backward
-from pallas_kernels.cut_cross_entropy.inputs import Inputs, Logits, Merged, Parts
+from pallas_kernels.cut_cross_entropy import examples, tpu_backward
+from pallas_kernels.cut_cross_entropy.inputs import Inputs, Logits, Parts
 from pallas_kernels.dispatch import NO_FLOAT16, Target
 from pallas_kernels.flash_attention.tpu_steps import LANES
 from pallas_kernels.flash_attention.tpu_walk import VMEM_LIMIT, column, product
@@ -194,45 +194,7 @@ def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any
         if not entry["device"].startswith("TPU"):
             continue
         width, dtype = entry["key"]["width"], entry["key"]["dtype"]
-        for name, options in CASES.items():
+        for name, options in examples.CASES.items():
             for direction in ("forward", "backward"):
-                made = case(**options, width=width, dtype=dtype, direction=direction)
+                made = examples.case(run, Target("", "tpu"), **options, width=width, dtype=dtype, direction=direction)
                 yield f"{dtype} {width} {name} {direction}", *made
-
-
-CASES: dict[str, dict[str, Any]] = {
-    "ve 128256": {"layout": "ve", "vocabulary": 128256},
-    "ve 50257 softcap sum": {"layout": "ve", "vocabulary": 50257, "softcap": 30.0, "summed": True},
-    "ev 50257 softcap sum": {"layout": "ev", "vocabulary": 50257, "softcap": 30.0, "summed": True},
-}
-"""Cases that the gate compiles: a name -> arguments of `case`."""
-
-
-def case(
-    *,
-    layout: Any,
-    vocabulary: int,
-    width: int,
-    dtype: str,
-    softcap: float | None = None,
-    summed: bool = False,
-    direction: str = "forward",
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return a function of x, w and rows and, backward, the log-sum-exp and cotangents; and their shapes.
-
-    The number of tokens is no multiple of a tile.
-    """
-    logits = Logits(layout, softcap, summed)
-    shape = (vocabulary, width) if layout == "ve" else (width, vocabulary)
-    like = jax.ShapeDtypeStruct
-    arrays = [like((8100, width), dtype), like(shape, dtype), like((8100,), "int32")]
-    if direction == "backward":
-        arrays += [like((8100,), "float32")] * (4 if summed else 3)
-
-    def run_case(x: jax.Array, w: jax.Array, rows: jax.Array, *others: jax.Array) -> Any:
-        lse, slopes = others[:1], others[1:]
-        more = (*lse, Merged(*slopes, *[None] * (3 - len(slopes)))) if others else ()
-        target, inputs = Target("", "tpu"), Inputs(x, w, rows)
-        return run(target, inputs, *more, direction=direction, logits=logits, dw_dtype=dtype)
-
-    return run_case, tuple(arrays)

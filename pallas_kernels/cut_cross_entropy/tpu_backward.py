@@ -53,7 +53,8 @@ def gradients(
       words: words of a block, a multiple of 128.
     """
     of_tile = functools.partial(cotangents, target, logits=logits, tokens=tokens, words=words)
-    return xla.backward(inputs, lse, slopes, logits, dw_dtype, most=TILE, cotangents=of_tile)
+    order = logits.w_layout.replace("e", "n")
+    return xla.backward(inputs, lse, slopes, logits, dw_dtype, most=TILE, cotangents=of_tile, order=order)
 
 
 def cotangents(
@@ -67,7 +68,7 @@ def cotangents(
     tokens: int,
     words: int,
 ) -> jax.Array:
-    """Return the cotangents of x times w, as `xla.Cotangents`.
+    """Return the cotangents of x times w: (words, tokens) for layout "ve", (tokens, words) for "ev"; `xla.Cotangents`.
 
     Args:
       target: the device to compile for.

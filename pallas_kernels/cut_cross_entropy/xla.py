@@ -32,7 +32,7 @@ FILTER_TILE = (256, 512)
 """Tokens and words of a block that the filter may leave out: smaller, since one large entry keeps the whole block."""
 
 Cotangents = Callable[[Inputs, jax.Array, Merged, jax.Array | None], jax.Array]
-"""Returns the cotangents of a tile's products in x's dtype: (words, tokens) for layout "ve", (tokens, words) for "ev".
+"""Returns the cotangents of a tile's products in x's dtype, (tokens, words) or (words, tokens).
 
 Its arguments are the arrays of the tile, with w in x's dtype and rows counted from the tile's first word; the
 log-sum-exp and the cotangents of its tokens; and the number of its first words that get 0, or `None` for none.
@@ -100,6 +100,7 @@ def backward(
     *,
     most: tuple[int, int] | None = None,
     cotangents: Cotangents | None = None,
+    order: str = "nv",
 ) -> tuple[jax.Array, jax.Array]:
     """Return the cotangents of x and of w.
 
@@ -111,10 +112,10 @@ def backward(
       dw_dtype: of w's cotangent.
       most: tokens and words of a tile; those of `TILE` or `FILTER_TILE` by default.
       cotangents: a kernel that computes those of a tile; XLA by default.
+      order: "nv" where they are (tokens, words), "vn" where they are (words, tokens).
     """
     cut = _Cut.of(inputs, logits, most or (TILE if logits.filter is None else FILTER_TILE))
     axis = logits.words_axis
-    order = "nv" if cotangents is None else logits.w_layout.replace("e", "n")
 
     def of_words(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         # The last chunk first: the words that it skips are overwritten by the chunk before.

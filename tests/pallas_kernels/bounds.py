@@ -30,6 +30,11 @@ CHIPS = (*TPUS, *GPUS)
 GPU_CASES = {
     "blockwise": ("adamw bfloat16 mlp, fsdp=8", "adamw float32 mlp, fsdp=8"),
     "chunked_recurrence": ("Gated DeltaNet bfloat16 forward", "Kimi Delta Attention bfloat16 forward"),
+    "cut_cross_entropy": (
+        "bfloat16 4096 ve 128256",
+        "bfloat16 4096 ve 128256 backward",
+        "bfloat16 4096 ve 128256 softcap backward",
+    ),
     "decode_attention": ("128/128 contiguous", "128/128 pages of 16, dealt"),
     "flash_attention": tuple(
         f"{width} {name}"

@@ -13,7 +13,17 @@ from jaxscale.layout import Layout
 from jaxscale.parallel import sharded_cross_entropy
 from pallas_kernels import chosen, tiles
 from pallas_kernels.aot import compile_kernel, devices_of, kernel_reports, why_no_gpu
-from pallas_kernels.cut_cross_entropy import Logits, Merged, gradients, linear_cross_entropy, parts, tpu, tpu_backward
+from pallas_kernels.cut_cross_entropy import (
+    Logits,
+    Merged,
+    examples,
+    gpu_backward,
+    gradients,
+    linear_cross_entropy,
+    parts,
+    tpu,
+    tpu_backward,
+)
 from pallas_kernels.dispatch import JAX_VERSION, KernelError, forget, interpreted, on_device
 from pallas_kernels.gate import TPUS, configurations
 from tests.pallas_kernels.flash_attention.cases import assert_as_exact_as, covering, name_of
@@ -32,9 +42,13 @@ GPU = [
     {"dtype": "bfloat16", "sizes": (37, 587), "w_layout": "ve", "softcap": 2.0, "summed": True},
     {"dtype": "float16", "sizes": (37, 587), "w_layout": "ev", "softcap": None, "summed": True},
 ]
+GPU_GRADIENTS = covering(
+    {"dtype": ("bfloat16", "float16"), "w_dtype": (None, "float32"), "sizes": ((130, 600), (256, 768), (5, 300))}
+    | {"w_layout": ("ve", "ev"), "softcap": (None, 2.0), "summed": (False, True)}
+)
 TILES = {
     "mosaic_tpu": {"tokens": 16, "words": 256},  # two registers wide, of which the last tile has less
-    "mosaic_gpu": {"words": 256, "slots": 2, "span": 2},
+    "mosaic_gpu": {"words": 256, "slots": 2, "span": 2, "buffers": 2},
 }
 NEEDS_GPU_INTERPRETER = pytest.mark.skipif(JAX_VERSION < (0, 11), reason="the Mosaic GPU interpreter came with 0.11")
 BOTH = ["mosaic_tpu", pytest.param("mosaic_gpu", marks=NEEDS_GPU_INTERPRETER)]
@@ -107,11 +121,8 @@ def test_the_tpu_kernel_is_as_exact_as_all_logits_at_once(case, implementation, 
     assert "RACE" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("implementation", ["mosaic_tpu"])
-@pytest.mark.parametrize("case", short(2, GRADIENTS), ids=name_of)
-def test_the_tpu_gradients_are_as_exact_as_those_of_all_logits_at_once(case, implementation, capsys, monkeypatch):
-    monkeypatch.setattr(tpu_backward, "TILE", (32, 384))  # pieces of which the last begins inside of the one before
-    x, w, rows = arrays(*case["sizes"], 24, case["dtype"], case["w_dtype"], case["w_layout"])
+def check_gradients(case, implementation, width):
+    x, w, rows = arrays(*case["sizes"], width, case["dtype"], case.get("w_dtype"), case["w_layout"])
     logits = Logits(case["w_layout"], case["softcap"], case["summed"])
     random = np.random.default_rng(2)
     slopes = [random.normal(size=rows.shape).astype(np.float32) for _ in range(3)]
@@ -135,6 +146,23 @@ def test_the_tpu_gradients_are_as_exact_as_those_of_all_logits_at_once(case, imp
         ("dx", "dw"), got, run("dense"), true_gradients(x, w, rows, logits, lse, slopes), strict=True
     ):
         assert_as_exact_as(a, b, c, name, units=4.0, dtype=x.dtype)  # cotangents of logits have x's dtype
+
+
+@pytest.mark.parametrize("implementation", ["mosaic_tpu"])
+@pytest.mark.parametrize("case", short(2, GRADIENTS), ids=name_of)
+def test_the_tpu_gradients_are_as_exact_as_those_of_all_logits_at_once(case, implementation, capsys, monkeypatch):
+    monkeypatch.setattr(tpu_backward, "TILE", (32, 384))  # pieces of which the last begins inside of the one before
+    check_gradients(case, implementation, width=24)
+    assert "RACE" not in capsys.readouterr().out
+
+
+@NEEDS_GPU_INTERPRETER
+@pytest.mark.parametrize("implementation", ["mosaic_gpu"])
+@pytest.mark.parametrize("case", short(1, GPU_GRADIENTS), ids=name_of)
+def test_the_gpu_gradients_are_as_exact_as_those_of_all_logits_at_once(case, implementation, capsys, monkeypatch):
+    # pieces, and in a piece tiles, of which the last begins inside of the one before
+    monkeypatch.setattr(gpu_backward, "TILE", (128, 384))
+    check_gradients(case, implementation, width=64)
     assert "RACE" not in capsys.readouterr().out
 
 
@@ -166,14 +194,15 @@ def test_its_loss_and_gradients_are_those_of_xla(implementation):
         np.testing.assert_allclose(a, b, rtol=2 * eps, atol=eps * np.abs(b).max())
 
 
-def test_filtered_gradients_of_a_named_kernel_are_those_of_xla():
+@pytest.mark.parametrize("implementation", BOTH)
+def test_filtered_gradients_of_a_named_kernel_are_those_of_xla(implementation):
     forget()
-    x, w, targets = arrays(16, 300, 16, "float32")
-    f = lambda x: linear_cross_entropy(x, w, jnp.abs(targets) % 300, filter=0.1, implementation="mosaic_tpu").sum()  # noqa: E731
+    x, w, targets = arrays(16, 300, 64, "bfloat16")
+    f = lambda x: linear_cross_entropy(x, w, jnp.abs(targets) % 300, filter=0.1, implementation=implementation).sum()  # noqa: E731
     with interpreted():
         jax.eval_shape(jax.grad(f), x)
     ran = {dict(c.case)["direction"]: c.implementation for c in chosen("linear_cross_entropy")}
-    assert ran == {"forward": "mosaic_tpu", "backward": "xla"}
+    assert ran == {"forward": implementation, "backward": "xla"}
 
 
 # ---- what they refuse
@@ -210,7 +239,10 @@ def test_an_unsupported_case_raises_with_the_reason(implementation, changes, wor
 
 
 @pytest.mark.gpu_aot
-@pytest.mark.parametrize("name", ["bfloat16 4096 ve 128256 softcap sum", "bfloat16 4096 ev 50257"])
+@pytest.mark.parametrize(
+    "name",
+    ["bfloat16 4096 ve 128256 softcap sum", "bfloat16 4096 ev 50257", "bfloat16 4096 ev 50257 softcap sum backward"],
+)
 def test_the_gpu_kernel_compiles_without_spills_and_fits_in_shared_memory(name):
     fn, shapes = GATE[name]
     reports = kernel_reports(fn, *shapes)
@@ -221,8 +253,10 @@ def test_the_gpu_kernel_compiles_without_spills_and_fits_in_shared_memory(name):
 @pytest.mark.parametrize("topology", TPUS)
 def test_the_tpu_kernel_compiles_for_every_generation(topology):
     for direction in ("forward", "backward"):
-        options = tpu.CASES["ev 50257 softcap sum"]
-        fn, shapes = tpu.case(**options, width=1000, dtype="bfloat16", direction=direction)
+        options = examples.CASES["ev 50257 softcap sum"]
+        fn, shapes = examples.case(
+            tpu.run, Target("", "tpu"), **options, width=1000, dtype="bfloat16", direction=direction
+        )
         assert "tpu_custom_call" in compile_kernel(fn, *shapes, topology=topology).as_text()
 
 
@@ -233,7 +267,7 @@ def kernels_in(lowered):
 @pytest.mark.parametrize(
     ("kind", "platform", "kernel", "count"),
     [
-        ("NVIDIA H200", "cuda", "mosaic_gpu", 1),
+        ("NVIDIA H200", "cuda", "mosaic_gpu", 2),
         ("TPU v6 lite", "tpu", "tpu_custom_call", 2),
         ("NVIDIA A100", "cuda", "", 0),
     ],
@@ -272,7 +306,6 @@ def test_a_vocabulary_cut_by_a_layout_gets_the_kernel_on_every_device(slice_of, 
         )
     calls = kernels_in(lowered)
     on_gpu = implementation_there == "mosaic_gpu"
-    assert len(calls) == (1 if on_gpu else 2) and all(("mosaic_gpu" in c) == on_gpu for c in calls), calls
-    backward = "xla" if on_gpu else implementation_there
+    assert len(calls) == 2 and all(("mosaic_gpu" in c) == on_gpu for c in calls), calls
     ran = {dict(c.case)["direction"]: (c.implementation, dict(c.case)["w"]) for c in chosen("linear_cross_entropy")}
-    assert ran == {"forward": (implementation_there, (2048, 512)), "backward": (backward, (2048, 512))}
+    assert ran == dict.fromkeys(("forward", "backward"), (implementation_there, (2048, 512)))

@@ -6,7 +6,7 @@ tiles of queries are fewer than multiprocessors, keys are cut into stretches (`g
 kernel for widths of 64 and 128, and several kernels in these cases:
 
   deterministic, or another width            keys and values together, queries      7 products of tiles, in place of 5
-  width 64 with a soft-cap                   the same: the soft-cap's slope takes the registers
+  width 64 with a soft-cap or dropout        the same: the soft-cap's slope, or random bits, take the registers
   widths that add up to more than 256        values, keys, queries                  8
 """
 
@@ -26,6 +26,7 @@ import numpy as np
 from pallas_kernels.aot import SHARED_MEMORY
 from pallas_kernels.dispatch import Target, hopper
 from pallas_kernels.flash_attention import examples, gpu_split
+from pallas_kernels.flash_attention.dropout import Drop
 from pallas_kernels.flash_attention.gpu_forward import attend, shared_memory
 from pallas_kernels.flash_attention.gpu_keys import of_keys
 from pallas_kernels.flash_attention.gpu_queries import of_queries
@@ -62,11 +63,11 @@ def supported(
         return f"Hopper's tensor cores take {' and '.join(DTYPES)}, and {dtype} is left to XLA"
     if bias is not None:
         return "a bias is left to XLA; causal, window, segment_ids, positions and blocks have kernels"
-    if settings.score.dropout:
-        return "dropout is left to XLA, which computes its random bits tile by tile"
     d, dv = q[3], v[3]
     if d % 16 or dv % 16 or not (64 <= d <= 256 and 64 <= dv <= 256):
         return f"head widths have to be multiples of 16 from 64 to 256 in a kernel, not {d} and {dv}"
+    if settings.score.dropout and direction == "backward" and d > 192 and registers_move():
+        return f"dropout's random bits have no registers beside sums {d} wide; up to 192 they have"
     if 0 in q:
         return "there is nothing to compute"
     tile = lookup(
@@ -95,8 +96,8 @@ def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[j
     """Return the output in q's dtype, and the float32 log-sum-exp (B, S, H), `None` for sigmoid."""
     b, s, h, d = inputs.q.shape
     kv, dv = inputs.v.shape[2:]
-    packs = 1 < h // kv and s <= ROWS and mask.blocks is None
-    if score.kind == "softmax" and mask.blocks is None and mask.window is None:
+    packs = 1 < h // kv and s <= ROWS and mask.blocks is None and not score.dropout
+    if not score.dropout and score.kind == "softmax" and mask.blocks is None and mask.window is None:
         blocks = b * kv * (-(-s * (h // kv) // TILE) if packs else h // kv * -(-s // TILE))
         if (n := gpu_split.stretches(target.cores, blocks, inputs.k.shape[1])) > 1:
             out, lse = forward(target, gpu_split.cut(inputs, mask, n), mask, score)
@@ -107,8 +108,8 @@ def forward(target: Target, inputs: Inputs, mask: Mask, score: Score) -> tuple[j
     tokens = _needs_tokens(inputs, mask)
     tile = lookup("flash_attention", target.kind, kernel="forward", **_key(d, dv, score, tokens))
     keys = tile["keys"]
-    if (mask.window is not None) + tokens + (d + dv >= 256) > 1 and not registers_move():
-        keys = min(keys, 64)  # a mask's arrays have no room beside 128 scores of a query
+    if (score.dropout or (mask.window is not None) + tokens + (d + dv >= 256) > 1) and not registers_move():
+        keys = min(keys, 64)  # a mask's arrays, or random bits, have no room beside 128 scores of a query
     case = _Case.of(target, inputs, mask, score, q_tile=TILE, k_tile=keys)
     out, lse = attend(
         target,
@@ -149,7 +150,7 @@ def backward(
     (s, d), (t, dv) = q.shape[1::2], v.shape[1::2]
     stats = stats_of(out, lse, dout, dlse)
     grads: dict[str, jax.Array] = {}
-    for outputs in passes(d, dv, deterministic, score.softcap is not None):
+    for outputs in passes(d, dv, deterministic, score.softcap is not None or score.dropout > 0):
         grads |= one_pass(target, inputs, mask, score, stats, dout, outputs)
         if target.interpret:  # one after another: kernels interpreted in parallel wait for each other's threads
             grads, dout = jax.lax.optimization_barrier((grads, dout))
@@ -190,6 +191,8 @@ def one_pass(
     key = _key(q.shape[3], v.shape[3], score, _needs_tokens(inputs, mask))
     tile = lookup("flash_attention", target.kind, kernel=f"backward of {outputs}", **key)
     stay = outputs == "q"
+    if outputs == "kvq" and score.dropout:
+        tile["early"] = 0  # random bits take the registers
     q_tile, k_tile = (TILE, tile["keys"]) if stay else (tile["queries"], TILE)
     case = _Case.of(target, inputs, mask, score, q_tile=q_tile, k_tile=k_tile, turned=not stay)
     kernel: Any = functools.partial(
@@ -214,9 +217,16 @@ def one_pass(
     return kernel(outputs=outputs, queries=tile["queries"])
 
 
-def passes(d: int, dv: int, deterministic: bool, softcap: bool = False) -> tuple[str, ...]:
-    """Return the cotangents that each kernel of the backward pass computes, such as ("kv", "q")."""
-    if d == dv and d in _FUSED and not deterministic and not (softcap and d == 64):
+def passes(d: int, dv: int, deterministic: bool, crowded: bool = False) -> tuple[str, ...]:
+    """Return the cotangents that each kernel of the backward pass computes, such as ("kv", "q").
+
+    Args:
+      d: width of keys.
+      dv: width of values.
+      deterministic: as for `flash_attention`.
+      crowded: a soft-cap or dropout takes registers.
+    """
+    if d == dv and d in _FUSED and not deterministic and not (crowded and d == 64):
         return ("kvq",)
     return ("kv", "q") if d + dv <= 256 else ("v", "k", "q")
 
@@ -244,7 +254,7 @@ class _Case:
       k_tile: keys of a tile.
       visits: visits of the side that stays.
       seen: makes the mask from references to `tokens`.
-      tokens: segments and positions, where there are any.
+      tokens: segments, positions and the arrays of `Drop`, where there are any.
       weigher: computes the weights.
       turned: the keys stay, not the queries.
     """
@@ -263,7 +273,7 @@ class _Case:
     def of(
         cls, target: Target, inputs: Inputs, mask: Mask, score: Score, *, q_tile: int, k_tile: int, turned: bool = False
     ) -> _Case:
-        (b, s), t, tokens = inputs.q.shape[:2], inputs.k.shape[1], inputs.tokens
+        (b, s), t, tokens, drop = inputs.q.shape[:2], inputs.k.shape[1], inputs.tokens, inputs.drop
         table = tile_table(mask, tokens, s=s, t=t, q_tile=q_tile, k_tile=k_tile, each=True)
         table = masked(table) if t % k_tile else table
         met = visits(table.swapaxes(1, 2) if turned else table)
@@ -276,12 +286,15 @@ class _Case:
         segments, positions = tokens.q_segments is not None, tokens.q_positions is not None
 
         def seen(refs: Sequence[Any]) -> Seen:
-            of_segments, of_positions = tuple(refs[:2]) if segments else None, tuple(refs[-2:]) if positions else None
-            return Seen(mask, s, t, of_segments, of_positions, turned)
+            of_segments = tuple(refs[:2]) if segments else None
+            of_positions = tuple(refs[2 * segments :][:2]) if positions else None
+            return Seen(mask, s, t, of_segments, of_positions, turned, None if drop is None else Drop(*refs[-3:]))
 
         token_arrays = (tokens.q_segments, tokens.k_segments, tokens.q_positions, tokens.k_positions)
         sizes, behind = (q_tile, k_tile, q_tile, k_tile), (0, unused, 0, np.iinfo(np.int32).max)
         filled = tuple(_fill(x, n, f) for x, n, f in zip(token_arrays, sizes, behind, strict=True) if x is not None)
+        if drop is not None:
+            filled += drop.seeds, _fill(drop.q_places, q_tile), _fill(drop.k_places, k_tile)
         return cls(target, inputs, q_tile, k_tile, met, seen, filled, Weigher(score), turned)
 
     def q(self, x: jax.Array) -> jax.Array:
@@ -364,6 +377,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "packed sigmoid": _PACKED | {"kind": "sigmoid"},
     "odd": {"mask": Mask(), "s": 4001},
     "odd packed both sides": {"mask": Mask(), "segments": True, "s": 4001},
+    "dropout": _CAUSAL | {"dropout": 0.1},
+    "packed window softcap dropout": _PACKED
+    | {"mask": Mask(causal=True, window=1024), "softcap": 30.0, "dropout": 0.1},
     "deterministic": _CAUSAL | {"deterministic": True},
     "deterministic packed": _PACKED | {"deterministic": True},
     "deterministic packed softcap": _PACKED | {"softcap": 30.0, "deterministic": True},

@@ -82,7 +82,7 @@ def attend(
     """
     (b, s, h, d), dv, dtype = q.shape, v.shape[3], q.dtype
     fits = shared_memory(d, dv, keys, slots) <= SHARED_MEMORY
-    softmax, heads = weigher.score.kind == "softmax", walk.heads
+    softmax, heads, rate = weigher.score.kind == "softmax", walk.heads, weigher.score.dropout
     row_layout = plgpu.Layout.WGMMA.reduce(1)
 
     def flash_forward(q_ref: Any, k_ref: Any, v_ref: Any, plan_ref: Any, *refs: Any) -> None:
@@ -90,7 +90,7 @@ def attend(
         out_ref, lse_ref, q_s, k_s, v_s, lse_s, *refs_ = refs
         out_s, refs_ = (refs_[0], refs_[1:]) if fits else (q_s, refs_)
         q_full, k_full, v_full, k_free, v_free, turn = refs_
-        wg, hide = lax.axis_index("wg"), seen(of_tokens).hide
+        wg, visible = lax.axis_index("wg"), seen(of_tokens)
         ring_k, ring_v = Ring(k_full, k_free, slots), Ring(v_full, v_free, slots)
 
         def swap() -> None:
@@ -152,7 +152,7 @@ def attend(
                     fold = weigher.folded
                     x = raw if fold is not None else weigher.base2(raw)[0]
                     if masked:
-                        (x,) = hide(item.b, q0, item.visit(n) * keys, -jnp.inf, x)
+                        (x,) = visible.hide(item.b, q0, item.visit(n) * keys, -jnp.inf, x)
                     fold = 1.0 if fold is None else fold
                     if softmax:
                         higher = jnp.maximum(top, x.max(1) * fold)
@@ -162,6 +162,9 @@ def attend(
                         acc, total, top = acc * spread(fade, acc.shape, 0), total * fade + p.sum(1), higher
                     else:
                         p = 1 / (1 + jnp.exp2(-x))
+                    if rate:
+                        head = item.kv * heads + item.g
+                        p = jnp.where(visible.keeps(rate, item.b, head, q0, item.visit(n) * keys, (ROWS, keys)), p, 0.0)
                     p = p.astype(dtype)
                     if not target.interpret:  # finish all of it before the other warpgroup's turn
                         acc, total, top, p = lax.optimization_barrier((acc, total, top, p))
@@ -189,7 +192,7 @@ def attend(
                     fetch_next(item)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous item has been copied
                 if softmax:
-                    acc = acc * spread(jnp.where(total == 0.0, 0.0, 1 / total), acc.shape, 0)
+                    acc = acc * spread(jnp.where(total == 0.0, 0.0, weigher.grown / total), acc.shape, 0)
                     lse = jnp.where(total == 0.0, -jnp.inf, top * (1 / LOG2E) + jnp.log(total))
                     lse_s[wg] = lse
                 out_mine[...] = acc.astype(dtype)

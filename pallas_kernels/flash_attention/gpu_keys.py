@@ -79,7 +79,7 @@ def of_keys(
       copier: a warpgroup of its own copies tiles and leaves registers to the others; else the first of these copies.
     """
     (b, s, h, d), dv, dtype = q.shape, v.shape[3], q.dtype
-    power = weigher.early(dtype)
+    power, rate = weigher.early(dtype), weigher.score.dropout
     groups, softmax = h // k.shape[2], stats is not None
     need_dp, fused = "k" in outputs or "q" in outputs, "q" in outputs
     made = [w for w in outputs if w != "q"]
@@ -102,7 +102,7 @@ def of_keys(
         k_s, v_s, q_s, dout_s, stats_s = take(5)
         ds_s, dq_s = take(2) if fused else (None, None)
         kv_full, kv_free, q_full, q_free, dout_full, dout_free, exchanged = refs
-        wg, hide = lax.axis_index("wg"), seen(of_tokens).hide
+        wg, visible = lax.axis_index("wg"), seen(of_tokens)
         queue, douts = Ring(q_full, q_free, slots[0]), Ring(dout_full, dout_free, slots[1])
 
         def bring_own(item: Item) -> None:
@@ -174,17 +174,24 @@ def of_keys(
 
                     def blank(by: float, *xs: Any) -> tuple[Any, ...]:
                         # A second loop for masked tiles would need registers of its own.
-                        hide_tile = lambda *xs: hide(item.b, i * queries, k0, by, *xs)  # noqa: E731
+                        hide_tile = lambda *xs: visible.hide(item.b, i * queries, k0, by, *xs)  # noqa: E731
                         return lax.cond(n < full, lambda *xs: xs, hide_tile, *xs)
 
                     def weigh() -> tuple[Any, Any]:
                         """Return the weights, and the factor of dp. Few registers are left for anything else."""
+                        p, w = seen_weights()
+                        if rate:
+                            head = item.kv * groups + g
+                            keep = visible.keeps(rate, item.b, head, i * queries, k0, raw.shape)
+                            p, w = jnp.where(keep, p * weigher.grown, 0.0), jnp.where(keep, w, -w)
+                        return p.astype(dtype), w
+
+                    def seen_weights() -> tuple[Any, Any]:
                         if queries > ROWS:  # registers suffice if scores are masked here, and weights below
                             p, w = weigher.weights(raw, lambda: column(0), lambda x: blank(-jnp.inf, x)[0])
-                            return p.astype(dtype), w
+                            return p, w
                         p, w = weigher.weights(raw, lambda: column(0), lambda x: x)
-                        p, w = blank(0.0, p) * 2 if p is w else blank(0.0, p, w)
-                        return p.astype(dtype), w
+                        return blank(0.0, p) * 2 if p is w else blank(0.0, p, w)
 
                     plgpu.barrier_wait(dout_full.at[dout_slot])
                     of_weights = lambda meanwhile: product(  # noqa: E731
@@ -199,7 +206,7 @@ def of_keys(
                         sums = {**sums, **accumulate(target, {"v": sums["v"]}, add_v)}
                     if need_dp:
                         dp = dp if early else of_weights(None)
-                        ds = w * (dp - column(1) if softmax else dp)
+                        ds = weigher.of_scores(w, dp, column(1) if softmax else None)
                         ds = (ds if power == 1 else ds * power).astype(dtype)
                         if fused:
                             ds_s[lax.rem(u, 2), me] = ds

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -73,7 +74,7 @@ def of_queries(
       copier: as for `gpu_keys.of_keys`.
     """
     d, dv, dtype = q.shape[3], v.shape[3], q.dtype
-    power = weigher.early(dtype)
+    power, rate = weigher.early(dtype), weigher.score.dropout
     softmax, heads = stats is not None, walk.heads
 
     def flash_backward_queries(q_ref: Any, k_ref: Any, v_ref: Any, dout_ref: Any, *refs: Any) -> None:
@@ -81,7 +82,7 @@ def of_queries(
         refs = refs[softmax:]
         plan_ref, of_tokens, refs = refs[0], refs[1 : 1 + len(tokens)], refs[1 + len(tokens) :]
         out_ref, q_s, dout_s, k_s, v_s, own_full, own_free, k_full, k_free, v_full, v_free = refs
-        wg, hide = lax.axis_index("wg"), seen(of_tokens).hide
+        wg, visible = lax.axis_index("wg"), seen(of_tokens)
         ring_k, ring_v = Ring(k_full, k_free, slots[0]), Ring(v_full, v_free, slots[1])
 
         def bring_own(item: Item) -> None:
@@ -145,15 +146,19 @@ def of_queries(
 
                     def weigh() -> Any:
                         w = weigher.weights(raw, lambda: spread(lse, raw.shape, 0), lambda x: x)[1]
-                        blank = lambda w: hide(item.b, q0, item.visit(n) * keys, 0.0, w)[0]  # noqa: E731
-                        return lax.cond(n < full, lambda w: w, blank, w)
+                        blank = lambda w: visible.hide(item.b, q0, item.visit(n) * keys, 0.0, w)[0]  # noqa: E731
+                        w = lax.cond(n < full, lambda w: w, blank, w)
+                        if rate:
+                            keep = visible.keeps(rate, item.b, head, q0, item.visit(n) * keys, w.shape)
+                            w = jnp.where(keep, w, -w)
+                        return w
 
                     plgpu.barrier_wait(v_full.at[v_slot])
                     w = None if early else weigh()
                     dp = product(dout_s.at[me], v_s.at[v_slot].T, (ROWS, keys), weigh if early else None)
                     dp, w = dp if early else (dp, w)
                     plgpu.barrier_arrive(v_free.at[v_slot])
-                    ds = w * (dp - spread(delta, dp.shape, 0) if softmax else dp)
+                    ds = weigher.of_scores(w, dp, spread(delta, dp.shape, 0) if softmax else None)
                     ds = (ds if power == 1 else ds * power).astype(dtype)
                     acc = accumulate(target, {"q": acc}, lambda add: add("q", ds, k_s.at[slot]))["q"]
                     if target.interpret:

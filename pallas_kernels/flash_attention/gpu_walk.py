@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels.dispatch import Target
+from pallas_kernels.flash_attention.dropout import Drop, keeps
 from pallas_kernels.flash_attention.inputs import Score
 from pallas_kernels.flash_attention.masks import Mask, Visits, first_seen
 
@@ -287,6 +288,7 @@ class Seen:
       segments: references (B, S) and (B, T), or `None`.
       positions: references (B, S) and (B, T), or `None`.
       turned: rows are keys and columns queries.
+      drop: references to the arrays of `dropout.Drop`, or `None`.
     """
 
     mask: Mask
@@ -295,6 +297,7 @@ class Seen:
     segments: tuple[Any, Any] | None
     positions: tuple[Any, Any] | None
     turned: bool = False
+    drop: Drop | None = None
 
     def hide(self, b: Any, q0: Any, k0: Any, blank: float, *xs: Any) -> tuple[Any, ...]:
         """Return arrays over queries from q0 and keys from k0, with `blank` where the query does not see the key."""
@@ -303,8 +306,7 @@ class Seen:
         seen: Any = None
 
         def load(ref: Any, start: Any, axis: int) -> Any:
-            part = ref.at[b, pl.ds(start, shape[axis])]
-            return plgpu.load(part, layout=layout.reduce(1 - axis), optimized=False)
+            return _load(ref.at[b, pl.ds(start, shape[axis])], axis)
 
         def index(start: Any, axis: int) -> Any:
             return plgpu.broadcasted_iota(jnp.int32, shape[axis : axis + 1], 0, layout=layout.reduce(1 - axis)) + start
@@ -329,6 +331,21 @@ class Seen:
             seen = both(operator.eq, load(self.segments[0], q0, q_axis), load(self.segments[1], k0, k_axis))
         return xs if seen is None else tuple(jnp.where(seen, x, blank) for x in xs)
 
+    def keeps(self, rate: float, b: Any, head: Any, q0: Any, k0: Any, shape: tuple[int, int]) -> Any:
+        """Return which weights of queries from q0 and keys from k0 dropout keeps."""
+        assert self.drop is not None
+        q_axis, k_axis = (1, 0) if self.turned else (0, 1)
+        seeds, q, k = self.drop
+        of_q = _load(q.at[b, pl.ds(q0, shape[q_axis])], q_axis)
+        of_k = _load(k.at[b, pl.ds(k0, shape[k_axis])], k_axis)
+        words = seeds[b, head, 0], seeds[b, head, 1]
+        return keeps(rate, words, spread(of_q, shape, q_axis), spread(of_k, shape, k_axis))
+
+
+def _load(ref: Any, axis: int) -> Any:
+    """Load what belongs to the rows (axis 0) or columns (axis 1) of a tile."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+
 
 @dataclasses.dataclass(frozen=True)
 class Weigher:
@@ -347,6 +364,23 @@ class Weigher:
         """
         scale = abs(self.score.scale)
         return 2.0 ** round(math.log2(scale)) if dtype == jnp.float16 and scale > 0 else 1.0
+
+    @property
+    def grown(self) -> float:
+        """The factor of the weights that dropout keeps."""
+        return 1 / (1 - self.score.dropout)
+
+    def of_scores(self, w: Any, dp: Any, common: Any) -> Any:
+        """Return the cotangents of the scores.
+
+        Args:
+          w: of `weights`; with dropout, negative where a weight is dropped.
+          dp: cotangents of the weights that are kept.
+          common: of the rows, broadcast, or `None` for sigmoid.
+        """
+        if self.score.dropout:
+            dp, w = jnp.where(w > 0, dp * self.grown, 0.0), jnp.abs(w)
+        return w * (dp if common is None else dp - common)
 
     @property
     def folded(self) -> float | None:

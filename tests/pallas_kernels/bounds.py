@@ -40,7 +40,8 @@ GPU_CASES = {
         f"{width} {name}"
         for width in ("64/64", "128/128", "256/256")
         for name in ("causal forward", "causal backward", "packed backward")
-    ),
+    )
+    + ("128/128 dropout forward", "128/128 dropout backward"),
     "grouped_matmul": ("qwen3 forward", "qwen3 kernel gradient"),
     "softmax": ("rows_once float32 32768 softmax", "row_sums bfloat16 262144"),
     "stored_matmul": ("int4, groups of 128, 16 rows", "int8, 16 rows", "int4, groups of 128, 1024 rows"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import jax
@@ -11,8 +12,9 @@ import pytest
 
 from pallas_kernels import tiles
 from pallas_kernels.dispatch import KernelError, interpreted
-from pallas_kernels.flash_attention import flash_attention, gradients, tpu_forward, xla
+from pallas_kernels.flash_attention import flash_attention, gpu, gradients, tpu_forward, xla
 from pallas_kernels.flash_attention.dropout import threefry
+from pallas_kernels.registers import registers_stay
 from tests.pallas_kernels.flash_attention.cases import seen_at_once
 from tests.truth.long import short
 
@@ -67,9 +69,9 @@ def truth(q, k, v, seen, keep, dout, dlse, softcap=None, rate=RATE):
     )
 
 
-def case(seed=0, s=S, t=T, dtype=jnp.float32):
+def case(seed=0, s=S, t=T, d=D, dtype=jnp.float32):
     random = np.random.default_rng(seed)
-    shapes = (B, s, H, D), (B, t, K, D), (B, t, K, D), (B, s, H, D), (B, s, H)
+    shapes = (B, s, H, d), (B, t, K, d), (B, t, K, d), (B, s, H, d), (B, s, H)
     *arrays, dlse = (jnp.asarray(random.normal(size=shape), dtype) for shape in shapes)
     seeds = random.integers(0, 2**32, (B, H, 2), np.uint32)
     return (*arrays, dlse.astype(jnp.float32)), seeds
@@ -130,6 +132,7 @@ def check_case(name, implementation, tolerance=2e-5, **sizes):
     grads = pull((dout, dlse))
     keep = keep_of(seeds, q_places, k_places)
     want, want_grads = truth(q, k, v, seen, keep, dout, dlse, options.get("softcap"))
+    got, grads = jax.tree.map(lambda x: np.asarray(x, np.float64), (got, grads))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, want)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), grads, want_grads)
 
@@ -219,3 +222,33 @@ def test_the_tpu_kernels_drop_the_same_weights(name, monkeypatch, capsys):
     with tiles.trying("flash_attention", {"q": 16, "k": 32}), interpreted(races=True):
         check_case(name, "mosaic_tpu")
     assert "RACE" not in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the interpreter needs jax 0.11")
+@pytest.mark.parametrize(
+    ("name", "width", "stay"),
+    [
+        ("documents", 64, False),
+        ("full", 128, False),
+        ("window", 128, True),
+        ("causal", 64, True),
+        ("places", 64, False),
+        ("places", 192, True),
+        ("causal", 256, True),
+    ],
+)
+def test_the_hopper_kernels_drop_the_same_weights(name, width, stay):
+    jax.clear_caches()
+    with interpreted(races=True), registers_stay() if stay else contextlib.nullcontext():
+        check_case(name, "mosaic_gpu", tolerance=3e-2, s=140, t=156, d=width, dtype=jnp.bfloat16)
+    jax.clear_caches()
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the interpreter needs jax 0.11")
+def test_gradients_too_wide_for_random_bits_in_registers_are_refused_with_the_width(monkeypatch):
+    monkeypatch.setattr(gpu, "registers_move", lambda: True)
+    (q, k, v, *_), seeds = case(d=256, dtype=jnp.bfloat16)
+    f = functools.partial(flash_attention, implementation="mosaic_gpu", dropout=RATE, dropout_seeds=seeds)
+    with interpreted(), pytest.raises(KernelError, match="no registers beside sums 256 wide"):
+        jax.eval_shape(lambda q: jax.vjp(lambda q: f(q, k, v), q)[1](q), q)

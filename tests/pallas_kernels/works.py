@@ -23,6 +23,7 @@ from pallas_kernels.cut_cross_entropy import linear_cross_entropy
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.softmax import log_softmax, logsumexp, softmax
 from tests.pallas_kernels.comparison import Program, Work, draws
+from tests.pallas_kernels.flash_attention import dropout_cases
 
 
 def works() -> Iterator[Work]:
@@ -214,6 +215,7 @@ def _attention_works() -> Iterator[Work]:
                 continue  # see the module docstring
             work = grid.work_of(dict.fromkeys(grid.FEATURES, False) | chosen | {"dtype": dtype})
             yield dataclasses.replace(work, feature=work.feature.partition(" ")[2])
+    yield from dropout_cases.works()
 
 
 # cut cross-entropy ------------------------------------------------------------------------------------------------

@@ -16,57 +16,10 @@ from pallas_kernels.flash_attention import flash_attention, gpu, gradients, tpu_
 from pallas_kernels.flash_attention.dropout import threefry
 from pallas_kernels.registers import registers_stay
 from tests.pallas_kernels.flash_attention.cases import seen_at_once
+from tests.pallas_kernels.flash_attention.dropout_cases import RATE, keep_of, truth
 from tests.truth.long import short
 
 B, S, T, H, K, D = 2, 40, 56, 4, 2, 8
-RATE = 0.3
-
-
-def by_hand(key, x, y, rounds=13):
-    """Threefry-2x32 in NumPy's uint32, one pair of words at a time or arrays of them."""
-    turned = lambda z, by: (z << np.uint32(by)) | (z >> np.uint32(32 - by))  # noqa: E731
-    keys = [*key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA)]
-    with np.errstate(over="ignore"):
-        x, y = x + keys[0], y + keys[1]
-        for n in range(rounds):
-            x = x + y
-            y = turned(y, (13, 15, 26, 6, 17, 29, 16, 24)[n % 8]) ^ x
-            if n % 4 == 3:
-                x, y = x + keys[(n // 4 + 1) % 3], y + keys[(n // 4 + 2) % 3] + np.uint32(n // 4 + 1)
-    return x, y
-
-
-def keep_of(seeds, q_places, k_places, rate=RATE):
-    """Return (B, H, S, T): which weights are kept."""
-    word = lambda n: seeds[:, :, n, None, None]  # noqa: E731
-    of = lambda x: x.astype(np.uint32)  # noqa: E731
-    bits, _ = by_hand((word(0), word(1)), of(q_places)[:, None, :, None], of(k_places)[:, None, None])
-    return bits >= np.uint32(round(rate * 2**32))
-
-
-def truth(q, k, v, seen, keep, dout, dlse, softcap=None, rate=RATE):
-    """Return output, log-sum-exp and gradients in float64; the weights' sum is that before dropout."""
-    q, k, v, dout, dlse = (np.asarray(x, np.float64) for x in (q, k, v, dout, dlse))
-    groups = q.shape[2] // k.shape[2]
-    k, v = (np.repeat(x, groups, 2) for x in (k, v))
-    scores, slope = np.einsum("bshd,bthd->bhst", q, k) / np.sqrt(q.shape[-1]), 1.0
-    if softcap:
-        tanh = np.tanh(scores / softcap)
-        scores, slope = softcap * tanh, 1 - tanh**2
-    scores = np.where(seen[:, None], scores, -np.inf)
-    lse = np.log(np.exp(scores).sum(-1))
-    weights = np.exp(scores - lse[..., None])
-    factor = keep / (1 - rate)
-    out = np.einsum("bhst,bthd->bshd", weights * factor, v)
-    dweights = np.einsum("bshd,bthd->bhst", dout, v) * factor
-    inner = (weights * dweights).sum(-1, keepdims=True) - dlse.transpose(0, 2, 1)[..., None]
-    dscores = weights * (dweights - inner) * slope / np.sqrt(q.shape[-1])
-    merged = lambda x: x.reshape(*x.shape[:2], -1, groups, x.shape[-1]).sum(3)  # noqa: E731
-    return (out, lse.transpose(0, 2, 1)), (
-        np.einsum("bhst,bthd->bshd", dscores, k),
-        merged(np.einsum("bhst,bshd->bthd", dscores, q)),
-        merged(np.einsum("bhst,bshd->bthd", weights * factor, dout)),
-    )
 
 
 def case(seed=0, s=S, t=T, d=D, dtype=jnp.float32):

@@ -128,6 +128,7 @@ def cases() -> Iterator[Case]:
 def _attention() -> Iterator[Case]:
     s, ids = 8192, like(2, 8192, dtype="int32")
     causal: dict[str, Any] = {"causal": True}
+    dropout = {"dropout": 0.1, "dropout_seeds": like(2, 16, 2, dtype="uint32")}
     lines: Sequence[tuple[str, str, int, int, Any, dict[str, Any]]] = (
         ("causal", "bfloat16", s, 16, 128, causal),
         ("causal", "float16", s, 16, 128, causal),
@@ -146,6 +147,7 @@ def _attention() -> Iterator[Case]:
         ("deterministic", "bfloat16", s, 16, 128, causal | {"deterministic": True}),
         ("bias", "bfloat16", s, 16, 128, causal | {"bias": like(1, 16, s, s, dtype="float32")}),
         ("odd length 1055", "bfloat16", 1055, 16, 128, causal),
+        ("dropout", "bfloat16", s, 16, 128, causal | dropout),
     )
     for name, dtype, length, kv, width, options in lines:
         d, dv = width if isinstance(width, tuple) else (width, width)

@@ -129,7 +129,8 @@ _LESS_ALIKE = 0.2
 """Words are suggested that are less similar to the invalid word than the most similar one by less than this."""
 
 _WEAK, _FEW = 0.6, 8
-"""Of at most `_FEW` valid words, none is suggested whose similarity is below `_WEAK`; all are listed."""
+"""Of at most `_FEW` valid words, one whose similarity is below `_WEAK` is suggested only if it begins alike; where none
+is, all are listed."""
 
 
 def near(word: str, known: Iterable[str], *, cutoff: float = 0.5, bindings: bool = False) -> str:
@@ -148,7 +149,7 @@ def near(word: str, known: Iterable[str], *, cutoff: float = 0.5, bindings: bool
         best = alike[0] if alike else 0.0
         close = [c for c, ratio in zip(close, alike, strict=True) if ratio > best - _LESS_ALIKE]
         if best < _WEAK and len(known) <= _FEW:
-            close = []  # all of them are more helpful
+            close = [c for c in close if c[:3] == word.strip("'")[:3]]
         close = misspelt(word, known, bindings=bindings, beyond=best) or close
     if close:
         return "; did you mean " + " or ".join(f"'{c}'" for c in close) + "?"

@@ -213,3 +213,4 @@ def test_names_that_are_much_less_alike_than_the_best_are_not_suggested():
 
 def test_of_few_names_that_are_all_unlike_every_one_is_listed():
     assert near("paths", ["duplicates", "heldout"]) == "; known: duplicates, heldout"
+    assert near("parameters_without_embeddings", ["flops", "parameters"]) == "; did you mean 'parameters'?"

@@ -24,7 +24,7 @@ from pallas_kernels.cut_cross_entropy import (
     tpu,
     tpu_backward,
 )
-from pallas_kernels.dispatch import JAX_VERSION, KernelError, forget, interpreted, on_device
+from pallas_kernels.dispatch import JAX_VERSION, KernelError, Target, forget, interpreted, on_device
 from pallas_kernels.gate import TPUS, configurations
 from tests.pallas_kernels.flash_attention.cases import assert_as_exact_as, covering, name_of
 from tests.truth.long import short

@@ -1,8 +1,7 @@
 """The backward pass of the loss on Hopper: cotangents of logits by a Mosaic GPU kernel, a piece at a time.
 
 As on TPUs (`tpu_backward`), the kernel computes the logits of at most `TILE` tokens and words again and writes their
-cotangents, in x's dtype, to memory; XLA multiplies them by x and by w, each product by cuBLAS. The loop over pieces is
-`xla.backward`.
+cotangents, in x's dtype, to memory; XLA multiplies them by x and by w. The loop over pieces is `xla.backward`.
 
 The products are those of the forward kernel. Each warpgroup turns its tile into cotangents 64 words at a time and
 stores them through shared memory while it computes the next.

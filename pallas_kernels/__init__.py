@@ -8,13 +8,12 @@ the best implementation for the platform that a program is lowered for; a name s
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pallas_kernels.cpu import avoid_fault
-from pallas_kernels.errors import KernelError
+from pallas_kernels.errors import KernelError, did_you_mean
 
 if TYPE_CHECKING:
     from pallas_kernels.dispatch import Choice, chosen, forget
@@ -39,8 +38,7 @@ def parity(**cells: str) -> list[dict[str, str]]:
 
     def check(name: str, known: list[str], what: str) -> None:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean '{close[0]}'?" if close else ""
+            hint = did_you_mean(name, known)
             raise KernelError(f"the parity table has no {what} '{name}'; it has {', '.join(known)}{hint}")
 
     for column, value in cells.items():

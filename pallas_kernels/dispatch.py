@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from jax import lax
 
 from pallas_kernels import withdrawn
 from pallas_kernels.arguments import checks_devices
-from pallas_kernels.errors import KernelError
+from pallas_kernels.errors import KernelError, did_you_mean
 
 __all__ = [
     "HOPPER",
@@ -300,8 +299,7 @@ def _run_named(
 ) -> Any:
     by_name = {i.name: i for i in implementations}
     if name not in by_name:
-        close = difflib.get_close_matches(name, by_name, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
+        hint = did_you_mean(name, by_name)
         raise KernelError(f"{op} has no implementation '{name}'; it has {', '.join(map(repr, by_name))}{hint}")
     one = by_name[name]
     mode = _interpretation.value

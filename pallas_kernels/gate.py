@@ -6,7 +6,6 @@ fails when Mosaic refuses it. The exit status is 1 when a kernel failed.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import multiprocessing
 import os
@@ -18,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from pallas_kernels.aot import SMALLEST, Report, compile_kernel, kernel_reports, why_no_gpu, why_no_tpu
+from pallas_kernels.command_line import Parser
 from pallas_kernels.dispatch import KernelError
+from pallas_kernels.errors import did_you_mean
 
 Configuration = tuple[str, Callable[..., Any], tuple[Any, ...]]
 """A name, a function of local arrays, and their `jax.ShapeDtypeStruct`s."""
@@ -102,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     Args:
       argv: arguments; those of the process by default.
     """
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.gate", description=__doc__)
+    parser = Parser(prog="python -m pallas_kernels.gate", description=__doc__)
     parser.add_argument("op", nargs="*", help="ops to compile; all by default")
     parser.add_argument("--backend", choices=("gpu", "tpu"), default="gpu", help="default %(default)s")
     jobs = min(4, os.cpu_count() or 1)
@@ -116,8 +117,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--jobs {args.jobs}: must be at least 1")
     here = operations(args.backend)
     if unknown := set(args.op) - set(here):
-        kernels = f"kernels for a {args.backend.upper()}"
-        parser.error(f"'{min(unknown)}' has no {kernels}; these ops do: {', '.join(here)}")
+        kernels, hint = f"kernels for a {args.backend.upper()}", did_you_mean(min(unknown), here)
+        parser.error(f"'{min(unknown)}' has no {kernels}; these ops do: {', '.join(here)}{hint}")
     if why := (why_no_gpu() if args.backend == "gpu" else why_no_tpu()):
         print(f"gate: {why}", file=sys.stderr)
         return 2

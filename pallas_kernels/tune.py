@@ -28,7 +28,9 @@ from typing import Any
 
 from pallas_kernels import tiles
 from pallas_kernels.aot import SMALLEST, kind_of
+from pallas_kernels.command_line import Parser
 from pallas_kernels.dispatch import KernelError
+from pallas_kernels.errors import did_you_mean
 from pallas_kernels.gate import operations
 from pallas_kernels.trials import Attempt, attempts, best, platform_of, topology_here, tuning
 
@@ -185,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
       argv: arguments; those of the process by default.
     """
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m pallas_kernels.tune", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("op", nargs="*", help=f"ops to tune, of {', '.join(operations())}; all by default")
@@ -205,14 +207,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if unknown := set(args.op) - set(operations()):
-        parser.error(f"'{min(unknown)}' has no kernels; these ops do: {', '.join(operations())}")
+        hint = did_you_mean(min(unknown), operations())
+        parser.error(f"'{min(unknown)}' has no kernels; these ops do: {', '.join(operations())}{hint}")
     if args.jobs < 1 or (args.jobs > 1 and args.out is None):
         parser.error(f"--jobs {args.jobs}: must be at least 1, and more than one needs --out FILE")
     ops = tuple(args.op or operations())
     platform = platform_of(args.device or "h200")
     names = sorted({name for op in ops for key in tuning(op).keys(platform) for name in key})
     if wrong := next((w for w in args.where if w.partition("=")[0] not in names or "=" not in w), None):
-        parser.error(f"--where {wrong}: write NAME=VALUE, with NAME one of {', '.join(names)}")
+        hint = did_you_mean(wrong.partition("=")[0], names)
+        parser.error(f"--where {wrong}: write NAME=VALUE, with NAME one of {', '.join(names)}{hint}")
     if args.where and not any(_matches(key, args.where) for op in ops for key in tuning(op).keys(platform)):
         parser.error(f"--where {' --where '.join(args.where)}: no key has these values")
     if args.take:

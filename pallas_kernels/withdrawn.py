@@ -14,7 +14,6 @@ An entry is one kernel of one op on one kind of device, for the cases in which i
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.errors import KernelError
+from pallas_kernels.errors import KernelError, did_you_mean
 
 __all__ = ["FILE", "allowed", "entries", "why", "write"]
 
@@ -103,8 +102,7 @@ def write(new: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _value(case: Mapping[str, Any], name: str, op: str) -> Any:
     first, *rest = name.split(".")
     if first not in case:
-        close = difflib.get_close_matches(first, case, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
+        hint = did_you_mean(first, case)
         raise KernelError(f"withdrawn.json: cases of {op} have no '{first}', only {', '.join(map(repr, case))}{hint}")
     value = case[first]
     for part in rest:

@@ -7,7 +7,6 @@ To add a codec, add a class here and its name to `FORMATS`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import ClassVar, Protocol
 
@@ -17,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.dispatch import KernelError
+from pallas_kernels.errors import did_you_mean
 
 MOMENT_DOWN = 1.05**2
 """Largest factor by which a code may be below a second moment: the step, divided by its root, grows by at most 5%."""
@@ -375,8 +375,7 @@ def codec(format: str, signed: bool) -> Codec:
       KernelError: there is no such format.
     """
     if format not in FORMATS:
-        close = difflib.get_close_matches(str(format), FORMATS, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
+        hint = did_you_mean(str(format), FORMATS)
         raise KernelError(f"there is no 8-bit format '{format}'; the formats are {', '.join(map(repr, FORMATS))}{hint}")
     return FORMATS[format][bool(signed)]
 

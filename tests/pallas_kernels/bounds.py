@@ -8,7 +8,6 @@ python -m tests.pallas_kernels.bounds --check --share 2/6    # the same for the 
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import re
 import sys
@@ -20,6 +19,7 @@ import jax
 
 from pallas_kernels import dispatch
 from pallas_kernels.aot import why_no_gpu, why_no_tpu
+from pallas_kernels.command_line import Parser
 from pallas_kernels.gate import GPUS, TPUS, configurations, gpus, operations
 from pallas_kernels.registers import registers_move
 from tests.pallas_kernels import bundles, loops
@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
     Args:
       argv: arguments; those of the process by default.
     """
-    parser = argparse.ArgumentParser(prog="python -m tests.pallas_kernels.bounds", description=__doc__)
+    parser = Parser(prog="python -m tests.pallas_kernels.bounds", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare with the table instead of writing it")
     parser.add_argument("--share", default="1/1", metavar="K/N", help="check every Nth chip, from the Kth on")
     options = parser.parse_args(argv)

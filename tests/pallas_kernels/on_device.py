@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import itertools
 import json
 import os
@@ -40,6 +39,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from experiments.benchmarks.measure import commit
+from pallas_kernels.command_line import Parser
+from pallas_kernels.errors import did_you_mean
 from tests.pallas_kernels.device_rows import FAULTS, counted, name_of, not_reached, report, withdraw
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -339,7 +340,8 @@ def check(args: argparse.Namespace) -> int:
     backends = (args.interpret,) if args.interpret else tuple(facts["backends"])
     if args.backend and args.backend not in backends:
         first.kill()
-        print(f"on_device: no backend '{args.backend}' here, only {', '.join(backends)}", file=sys.stderr)
+        hint = did_you_mean(args.backend, backends)
+        print(f"on_device: no backend '{args.backend}' here, only {', '.join(backends)}{hint}", file=sys.stderr)
         return 2
     backends = (args.backend,) if args.backend else backends
     tasks = [
@@ -352,11 +354,11 @@ def check(args: argparse.Namespace) -> int:
         for i, (op, feature, dtype, parts, large) in enumerate(facts["works"])
         if args.op is None or op in args.op.split(",")
     ]
-    if not tasks or not set((args.op or "").split(",")) <= {"", *(w[0] for w in facts["works"])}:
+    ops = sorted({w[0] for w in facts["works"]})
+    if unknown := [op for op in (args.op or "").split(",") if op not in ("", *ops)] or [args.op] * (not tasks):
         first.kill()
-        print(
-            f"on_device: no op '{args.op}', only {', '.join(sorted({w[0] for w in facts['works']}))}", file=sys.stderr
-        )
+        hint = did_you_mean(unknown[0], ops)
+        print(f"on_device: no op '{unknown[0]}', only {', '.join(ops)}{hint}", file=sys.stderr)
         return 2
     jobs = args.jobs or max(1, min(8, len(os.sched_getaffinity(0)) // 2))
     groups = _groups(tasks, facts["platform"], jobs)
@@ -439,7 +441,7 @@ def environment(memory: float | None) -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, metavar="FILE.jsonl", help="check, and write rows to this file")
     what.add_argument("--withdraw", type=Path, metavar="FILE.jsonl", help="withdraw what is wrong in a run's rows")
@@ -463,8 +465,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.withdraw:
         return withdraw(args.withdraw, args.crashed)
     if args.interpret is not None and args.interpret not in INTERPRETED:
-        close = difflib.get_close_matches(args.interpret, INTERPRETED, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
+        hint = did_you_mean(args.interpret, INTERPRETED)
         print(f"on_device: no backend '{args.interpret}', only {', '.join(INTERPRETED)}{hint}", file=sys.stderr)
         return 2
     try:

@@ -14,7 +14,6 @@ twice the error that it has in the small matrices of the plain implementation, w
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import sys
@@ -26,7 +25,9 @@ import numpy as np
 
 from jaxscale.testing.ops import allowed, error_of
 from pallas_kernels import dispatch
+from pallas_kernels.command_line import Parser
 from pallas_kernels.dispatch import KernelError
+from pallas_kernels.errors import did_you_mean
 from tests.pallas_kernels.comparison import Case, lines
 from tests.pallas_kernels.works import works
 
@@ -95,9 +96,12 @@ def committed() -> dict[tuple[str, ...], tuple[str, ...]]:
 
 def main() -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--op", help="measure this op alone; the table's other rows stay")
     args = parser.parse_args()
+    every = list(cases())
+    if args.op and args.op not in (ops := dict.fromkeys(case.op for case in every)):
+        parser.error(f"--op {args.op}: the table has {', '.join(ops)}{did_you_mean(args.op, ops)}")
     if dispatch.JAX_VERSION < (0, 11):
         sys.exit(f"the table needs the GPU interpreter of jax 0.11 or newer, and this is jax {jax.__version__}")
     jax.config.update("jax_num_cpu_devices", THREADS)
@@ -105,7 +109,7 @@ def main() -> int:
         sys.exit(f"the table is not of jax {jax.__version__}, so none of its rows can stay; leave --op out")
     measured = committed() if args.op else {}
     rows: list[tuple[str, ...]] = []
-    for case in cases():
+    for case in every:
         for backend in backends(case.op):
             name = (case.op, case.feature, case.dtype, case.direction, backend)
             if case.op == args.op or name not in measured:

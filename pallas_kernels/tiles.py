@@ -27,7 +27,8 @@ def lookup(op: str, kind: str, **key: Any) -> dict[str, Any]:
 
     Entries of the same device come first, then those of its family (the first word of its name), then any other. Among
     them the nearest key wins: two numbers are as far apart as there are doublings between them, two equal words not at
-    all, and two different words by a constant.
+    all, and two different words by a constant. A B200 has no entries before the tuner has run for it: it gets an H200's
+    tile, which compiles there and was not chosen for it.
 
     Args:
       op: a folder of `pallas_kernels`.

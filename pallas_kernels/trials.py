@@ -21,7 +21,7 @@ import numpy as np
 
 from pallas_kernels.aot import GPUS, SMALLEST, kernel_reports, kind_of
 from pallas_kernels.dispatch import KernelError
-from pallas_kernels.gate import gate_gpu, gate_tpu
+from pallas_kernels.gate import gate_gpu, gate_tpu, gpus, operations
 
 ROUNDS = 15
 CALLS = 8
@@ -81,6 +81,30 @@ def tune(op: str, topology: str, *, limit: int | None = None, say: Say = print) 
 def tuning(op: str) -> Any:
     """Return the module `tuning` of an op."""
     return importlib.import_module(f"pallas_kernels.{op}.tuning")
+
+
+def tunable(topology: str) -> tuple[str, ...]:
+    """Return the ops that have a kernel with tiles for a device.
+
+    Args:
+      topology: "h200", "v5e", ...: one device of named hardware.
+    """
+    platform, gpu = platform_of(topology), {"h100": "h200"}.get(topology, topology)  # one of each architecture
+    having = [op for op in operations(platform) if platform == "tpu" or gpu in gpus(op)]
+    return tuple(op for op in having if any(tuning(op).keys(platform)))
+
+
+def why_not_tunable(ops: Sequence[str], topology: str) -> str | None:
+    """Return why one of some ops cannot be tuned for a device, or `None`.
+
+    Args:
+      ops: names of ops.
+      topology: as for `tunable`.
+    """
+    here = tunable(topology)
+    unfit = next((op for op in ops if op not in here), None)
+    known = f"only {', '.join(here)}" if here else "nor has any other op"
+    return f"{unfit} has no kernel with tiles for {topology}, {known}" if unfit else None
 
 
 def attempts(

@@ -31,8 +31,8 @@ from pallas_kernels.aot import SMALLEST, kind_of
 from pallas_kernels.command_line import Parser
 from pallas_kernels.dispatch import KernelError
 from pallas_kernels.errors import did_you_mean
-from pallas_kernels.gate import operations
-from pallas_kernels.trials import Attempt, attempts, best, platform_of, topology_here, tuning
+from pallas_kernels.gate import GPUS, operations
+from pallas_kernels.trials import Attempt, attempts, best, platform_of, topology_here, tunable, tuning, why_not_tunable
 
 LIMITS = {"begun": 180.0, "timing": 30.0}
 """Seconds after which a candidate counts as hanging, while it is compiled or timed; waiting for a turn has no limit."""
@@ -100,11 +100,12 @@ class Log:
         self.add(Attempt(one["op"], one["device"], one["key"], one["tile"], None, why, "measured"))
 
 
-def _work(args: argparse.Namespace, ops: Sequence[str], log: Log, worker: int) -> None:
+def _work(args: argparse.Namespace, log: Log, worker: int) -> None:
     """Try every `jobs`-th key; begin nothing after the time limit."""
     end = time.monotonic() + args.seconds if args.seconds else None
     topology = _topology(args)
     kind = kind_of(topology)
+    ops = _ops(args, topology)
     every = [(op, key) for op in ops for key in tuning(op).keys(platform_of(topology)) if _matches(key, args.where)]
     at: dict[str, Any] = {}
 
@@ -138,6 +139,13 @@ def _work(args: argparse.Namespace, ops: Sequence[str], log: Log, worker: int) -
 def _topology(args: argparse.Namespace) -> str:
     """Return what to tune for: --device, else the accelerator of this machine, else an H200."""
     return args.device or topology_here() or "h200"
+
+
+def _ops(args: argparse.Namespace, topology: str) -> Sequence[str]:
+    """Return the ops to tune for a device: those named, or all that have a kernel with tiles there."""
+    if why := why_not_tunable(args.op, topology):
+        raise KernelError(why)
+    return args.op or tunable(topology)
 
 
 def _matches(key: dict[str, Any], where: Sequence[str]) -> bool:
@@ -191,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m pallas_kernels.tune", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("op", nargs="*", help=f"ops to tune, of {', '.join(operations())}; all by default")
-    known = sorted({*SMALLEST, "h100", "h200"})  # kernels for GPUs are for Hopper
+    known = sorted({*SMALLEST, "h100", *GPUS})
     parser.add_argument("--device", choices=known, help="device to tune for; by default this machine's, else an H200")
     parser.add_argument("--limit", type=int, help="candidates to try for each key")
     parser.add_argument(
@@ -209,10 +217,12 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := set(args.op) - set(operations()):
         hint = did_you_mean(min(unknown), operations())
         parser.error(f"'{min(unknown)}' has no kernels; these ops do: {', '.join(operations())}{hint}")
+    if args.device and (why := why_not_tunable(args.op, args.device)):  # this machine's device is not asked for here:
+        parser.error(why)  # it belongs to the processes of --jobs
     if args.jobs < 1 or (args.jobs > 1 and args.out is None):
         parser.error(f"--jobs {args.jobs}: must be at least 1, and more than one needs --out FILE")
-    ops = tuple(args.op or operations())
     platform = platform_of(args.device or "h200")
+    ops = args.op or operations(platform)
     names = sorted({name for op in ops for key in tuning(op).keys(platform) for name in key})
     if wrong := next((w for w in args.where if w.partition("=")[0] not in names or "=" not in w), None):
         hint = did_you_mean(wrong.partition("=")[0], names)
@@ -229,13 +239,13 @@ def main(argv: list[str] | None = None) -> int:
             return _written(best(Log(args.take).read()[0]))
         if args.out is None:
             tried, topology = [], _topology(args)
-            for op in ops:
+            for op in _ops(args, topology):
                 keys = [key for key in tuning(op).keys(platform_of(topology)) if _matches(key, args.where)]
                 tried += [a for key in keys for a in attempts(op, topology, key, args.limit)]
         else:
             log = Log(args.out)
             if args.worker is not None:
-                _work(args, ops, log, args.worker)
+                _work(args, log, args.worker)
                 return 0
             for lost in log.read()[1]:
                 if lost["times"] > 1:  # once may have been due to the end of the run

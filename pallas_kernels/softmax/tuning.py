@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Target
+from pallas_kernels.dispatch import Target, device
 from pallas_kernels.softmax.gpu_rows import rows_once
 from pallas_kernels.softmax.gpu_stream import row_sums
 from pallas_kernels.softmax.tpu import sweep_rows
@@ -50,8 +50,11 @@ def build(platform: str, key: Key, tile: dict[str, int]) -> tuple[Callable[..., 
     x = jax.ShapeDtypeStruct((max(8, _ELEMENTS // key["columns"]), key["columns"]), key["dtype"])
     if platform == "tpu":
         return lambda x: sweep_rows(Target("", "tpu"), "softmax", [x], block=tile["block"], chunk=tile["chunk"]), (x,)
-    target = Target("NVIDIA H200", "cuda")
     if key["kernel"] == "rows_once":
-        return lambda x: rows_once(target, "softmax", [x], warpgroups=tile["warpgroups"]), (x,)
-    splits = max(1, min(-(-4 * target.cores // x.shape[0]), 8))
-    return lambda x: row_sums(target, x, warpgroups=tile["warpgroups"], slots=tile["slots"], splits=splits), (x,)
+        return lambda x: rows_once(device(), "softmax", [x], **tile), (x,)
+
+    def sums(x: jax.Array) -> Any:
+        target = device()
+        return row_sums(target, x, **tile, splits=max(1, min(-(-4 * target.cores // x.shape[0]), 8)))
+
+    return sums, (x,)

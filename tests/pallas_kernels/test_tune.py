@@ -141,3 +141,27 @@ def test_unknown_keys_are_named(where, capsys):
     with pytest.raises(SystemExit):
         tune.main(["softmax", "--where", where])
     assert f"--where {where}: " in capsys.readouterr().err
+
+
+def test_an_op_without_a_kernel_for_a_device_is_refused_and_one_of_those_named_is_tuned(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        tune.main(["flash_attention", "--device", "b200"])
+    message = capsys.readouterr().err
+    assert "flash_attention has no kernel with tiles for b200, only " in message
+    tuned: list[tuple[str, str]] = []
+    monkeypatch.setattr(tune, "attempts", lambda op, topology, *_: tuned.append((op, topology)) or [])
+    named = message.strip().partition(" only ")[2].split(", ")
+    tune.main([*named, "--device", "b200"])
+    assert {op for op, _ in tuned} == set(named) and {to for _, to in tuned} == {"b200"}
+    tuned.clear()
+    tune.main(["--device", "b200"])
+    assert {op for op, _ in tuned} == set(named)
+
+
+@pytest.mark.gpu_aot
+def test_softmax_and_8_bit_updates_have_tiles_that_compile_for_a_b200():
+    for argv in ("softmax --where kernel=row_sums --where dtype=float32", "blockwise --where param=bfloat16"):
+        # In a process of its own, which compiles kernels for one architecture.
+        words = [sys.executable, "-m", "pallas_kernels.tune", *argv.split(), "--device", "b200"]
+        lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+        assert lines and all(line.endswith(": compiles") for line in lines)

@@ -7,9 +7,11 @@ Each object is also registered with gin, under a selector of our own, so that gi
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import gin
@@ -104,18 +106,29 @@ def own_modules(text: str) -> list[str]:
     )
 
 
-def meant(value: object, methods: Iterable[str] = ()) -> str:
-    """The end of an error message about a class, or its name, where an instance is needed: `; write @AdamW()`.
+def meant(value: object, methods: Iterable[str] = (), takes: Mapping[str, Iterable[str]] = MappingProxyType({})) -> str:
+    """The end of an error message about a class, or a name, where an instance is needed: `; write AdamW() (...)`.
 
     Args:
-        value: The wrong value.
+        value: The wrong value: a class, a function, its name, or with `methods` a word that nearly is one, as "adamw".
         methods: Methods that the instance needs; without all of them the hint is empty.
+        takes: Parameters that one of these methods has: an optimizer and a schedule differ in those of `make`.
     """
+
+    def fits(entry: Entry) -> bool:
+        made = entry.obj if isinstance(entry.obj, type) else type_hints(entry.obj).get("return", entry.obj)
+        return all(hasattr(made, method) for method in methods) and all(
+            inspect.signature(getattr(made, method)).parameters.keys() >= set(names) for method, names in takes.items()
+        )
+
     entry = BY_NAME.get(value) if isinstance(value, str) else behind_gin(value) or BY_ID.get(id(value))
-    if entry is None:
+    if entry is None and isinstance(value, str) and methods:
+        _, word, _ = f"{near(value, [name for name, each in BY_NAME.items() if fits(each)])}''".split("'", 2)
+        entry = BY_NAME.get(word)
+    if entry is None or not fits(entry):
         return ""
-    made = entry.obj if isinstance(entry.obj, type) else type_hints(entry.obj).get("return", entry.obj)
-    return f"; write @{entry.name}()" if all(hasattr(made, method) for method in methods) else ""
+    name = entry.obj.__name__  # in Python that of a module or of a model's class may be the shorter one of configs
+    return f"; write {name if name == f'{entry.name}Config' else entry.name}() (@{entry.name}() in gin)"
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

@@ -153,12 +153,12 @@ def test_a_command_of_another_program_is_answered_with_ours(capsys):
 def test_a_model_is_not_offered_as_a_tokenizer(tokenizer):
     config.load([], [f"train.tokenizer = {tokenizer}"])
     sentence = message_of(config.call, "train")
-    assert "HFTokenizer.path = " in sentence and "write @gpt2" not in sentence
+    assert "HFTokenizer.path = " in sentence and "gpt2()" not in sentence
 
 
 def test_a_model_by_its_name_is_offered_as_a_model():
     config.load([], ["train.model = 'gpt2'"])
-    assert message_of(config.call, "train").endswith("; write @gpt2()")
+    assert message_of(config.call, "train").endswith("; write gpt2() (@gpt2() in gin)")
 
 
 def test_a_kernel_that_is_called_is_to_be_passed():

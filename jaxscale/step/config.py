@@ -152,7 +152,8 @@ class TrainConfig:
             value = getattr(self, name)
             plain = name == "optimizer" and isinstance(value, optax.GradientTransformation)
             if isinstance(value, type) or not (plain or all(hasattr(value, m) for m in methods)):
-                raise ConfigError(f"train.{name} must be {example}, not {_called(value)}{meant(value, methods)}")
+                hint = meant(value, methods, _TAKES.get(name, {}))
+                raise ConfigError(f"train.{name} must be {example}, not {_called(value)}{hint}")
             if name == "model" and not _takes_keys(value.make):
                 raise ConfigError(f"train.model must be {example}, not {_called(value)}")
             if name in _CALLED and not plain:
@@ -351,6 +352,13 @@ _CALLED: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "optimizer": ("make", ("learning_rate", "infos"), ()),
     "schedule": ("make", ("peak", "steps"), ()),
     "objective": ("terms", ("model", "batch"), ("key",)),
+}
+
+# Parameters of the method `make`, by which parts that have it differ.
+_TAKES: dict[str, dict[str, tuple[str, ...]]] = {
+    "model": {"make": ("rngs",)},
+    "optimizer": {"make": _CALLED["optimizer"][1]},
+    "schedule": {"make": _CALLED["schedule"][1]},
 }
 
 _LEAST = {

@@ -71,20 +71,48 @@ def test_a_value_of_the_parts_is_refused_by_the_parts():
         (
             "model",
             js.models.Transformer.Config,
-            ["a model such as Transformer()", "not the class TransformerConfig; write @Transformer()"],
+            [
+                "a model such as Transformer()",
+                "not the class TransformerConfig; write TransformerConfig() (@Transformer()",
+            ],
         ),
         ("model", js.optim.AdamW(), ["a model", "not AdamW("]),
         ("data", "python_stdlib", ["a corpus such as python_stdlib()", "not 'python_stdlib'"]),
         ("tokenizer", "bytes", ["a tokenizer such as ByteTokenizer()"]),
-        ("optimizer", "adamw", ["an optimizer such as AdamW()"]),
-        ("optimizer", "Muon", ["not 'Muon'; write @Muon()"]),
-        ("optimizer", js.optim.SOAP, ["not the class SOAP; write @SOAP()"]),
+        ("optimizer", "Muon", ["not 'Muon'; write Muon() (@Muon() in gin)"]),
+        ("optimizer", js.optim.SOAP, ["not the class SOAP; write SOAP() (@SOAP() in gin)"]),
         ("schedule", None, ["a schedule such as WarmupCosine()", "not None"]),
         ("layout", "data=8", ["Layout('data=8')", "or None", "not 'data=8'"]),
     ],
 )
 def test_a_part_of_another_kind_is_refused(setting, value, words):
     with raises_saying(ConfigError, f"train.{setting} must be", *words):
+        js.TrainConfig(**{setting: value})
+
+
+@pytest.mark.parametrize(
+    "setting, value, advice, right",
+    [
+        ("optimizer", "adamw", "AdamW()", js.optim.AdamW()),
+        ("optimizer", "momentum", "SGD()", js.optim.SGD()),
+        ("optimizer", "Moun", "Muon()", js.optim.Muon()),
+        ("schedule", "cosine", "WarmupCosine()", js.optim.WarmupCosine()),
+        ("objective", "next_token", "NextToken()", js.step.NextToken()),
+        ("tokenizer", "bytes", "ByteTokenizer()", js.data.ByteTokenizer()),
+        ("data", "stdlib", "python_stdlib()", js.data.python_stdlib()),
+        ("model", "transformer", "TransformerConfig()", js.models.TransformerConfig()),
+    ],
+    ids=["optimizer", "another program's name", "misspelt", "schedule", "objective", "tokenizer", "data", "model"],
+)
+def test_a_word_for_a_part_is_answered_with_the_part_to_write(setting, value, advice, right):
+    with raises_saying(ConfigError, f"train.{setting} must be", f"not '{value}'; write {advice} (@"):
+        js.TrainConfig(**{setting: value})
+    assert getattr(js.TrainConfig(**{setting: right}), setting) == right
+
+
+@pytest.mark.parametrize("setting, value", [("optimizer", "WarmupCosine"), ("model", "AdamW"), ("optimizer", "xyzzy")])
+def test_a_part_of_another_setting_is_not_advised(setting, value):
+    with pytest.raises(ConfigError, match=f"train.{setting} must be .*not '{value}'$"):
         js.TrainConfig(**{setting: value})
 
 

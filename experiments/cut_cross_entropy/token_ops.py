@@ -18,7 +18,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxscale.parallel import Logits, logprobs_at, token_entropy, token_logprobs, vocabulary_sum
+from jaxscale.parallel import (
+    Logits,
+    logprobs_at,
+    token_entropy,
+    token_logprobs,
+    token_logprobs_and_entropy,
+    vocabulary_sum,
+)
 from jaxscale.plan import compile_for
 from jaxscale.step.objectives.divergences import ForwardKL
 
@@ -40,6 +47,7 @@ def _chosen(x: jax.Array, w: jax.Array, ids: jax.Array) -> jax.Array:
 OPS: dict[str, Callable[..., Any]] = {
     "token_logprobs": lambda x, w, ids: token_logprobs(Logits(x, w), ids).sum(),
     "token_entropy": lambda x, w, ids: token_entropy(Logits(x, w)).sum(),
+    "token_logprobs_and_entropy": lambda x, w, ids: sum(token_logprobs_and_entropy(Logits(x, w), ids)).sum(),
     "vocabulary_sum, forward KL": _teacher_divergence,
     f"logprobs_at, {CHOSEN} ids": _chosen,
 }

@@ -22,6 +22,7 @@ from jaxscale.parallel.vocabulary import (
     logprobs_at,
     token_entropy,
     token_logprobs,
+    token_logprobs_and_entropy,
     top_logprobs,
     vocabulary_sum,
 )
@@ -80,6 +81,7 @@ __all__ = [
     "summed_matmul",
     "token_entropy",
     "token_logprobs",
+    "token_logprobs_and_entropy",
     "top_logprobs",
     "vocabulary_sum",
     "why_no_copies",

@@ -34,14 +34,16 @@ def sharded_cross_entropy(
     ignore_index: int | None = None,
     weights: Float[Array, "b s"] | None = None,
     return_lse: bool = False,
+    return_entropy: bool = False,
     filter: float | None = None,
     implementation: str | None = None,
     vocab: int | None = None,
-) -> Float[Array, "b s"] | tuple[Float[Array, "b s"], Float[Array, "b s"]]:
+) -> Float[Array, "b s"] | tuple[Float[Array, "b s"], ...]:
     """Compute `pallas_kernels.cut_cross_entropy.linear_cross_entropy` of global arrays, sharded by the layout in force.
 
     Each device sums over its own rows of the vocabulary and its own tokens, and one `all_gather` over the mesh axes
-    that shard the vocabulary (12 bytes per shard and token, 16 with label smoothing) merges the sums. In the backward
+    that shard the vocabulary (12 bytes per shard and token, 4 more with label smoothing and 4 with the entropy) merges
+    the sums. In the backward
     pass, x's cotangent is summed over those axes in x's dtype, and w's over the axes that shard tokens in w's dtype,
     by a reduce-scatter if the rules for gradients shard it. A w that is sharded along `embed` (FSDP) is cast to x's
     dtype and then gathered, in both passes. A vocabulary that the layout does not divide is padded; padding does not
@@ -58,12 +60,13 @@ def sharded_cross_entropy(
       ignore_index: a target id without a loss.
       weights: a factor for each token's loss.
       return_lse: also return the log-sum-exp.
+      return_entropy: also return the entropy of each token's distribution, in nats.
       filter: see `linear_cross_entropy`.
       implementation: see `linear_cross_entropy`.
       vocab: the number of token ids, if w is padded already; by default all rows of all devices.
 
     Returns:
-      float32 (B, S), or that and the log-sum-exp.
+      float32 (B, S), or a tuple of that, the log-sum-exp and the entropy, as far as requested.
 
     Raises:
       LayoutError: a dimension that does not divide.
@@ -80,6 +83,7 @@ def sharded_cross_entropy(
         ignore_index=ignore_index,
         weights=weights,
         filter=filter,
+        entropy=return_entropy,
         w_layout="ve",
     )
     _check_sizes(inputs.x, inputs.w)
@@ -87,7 +91,7 @@ def sharded_cross_entropy(
     terms = dataclasses.replace(inputs.terms, vocabulary=vocab)
     merged = _reduce(inputs.x, inputs.w, terms.rows(inputs.targets), _Settings(inputs.logits, implementation, vocab))
     loss = terms.losses(merged, inputs.targets, inputs.weights)
-    return (loss, merged.lse) if return_lse else loss
+    return merged.beside(loss, lse=return_lse, entropy=return_entropy)
 
 
 def _check_sizes(x: Array, w: Array) -> None:
@@ -126,7 +130,9 @@ def _reduce(x: Array, w: Array, rows: Array, settings: _Settings) -> Merged:
         return merge(gather_together(mine, over)) if over else mine.merged()
 
     names: Any = _TOKENS
-    out = Merged(names, names, names if settings.logits.summed else None)
+    out = Merged(
+        names, names, *(names if needed else None for needed in (settings.logits.summed, settings.logits.entropy))
+    )
     return sharded_op(
         local,
         x,
@@ -144,21 +150,21 @@ def _from_ours(w: Array, rows: Array, settings: _Settings) -> tuple[Array, Array
     return local_rows(rows, w.shape[0], over), local_rows(jnp.int32(settings.vocab), w.shape[0], over)
 
 
-def _forward(x: Array, w: Array, rows: Array, settings: _Settings) -> tuple[Merged, tuple[Array, ...]]:
+def _forward(x: Array, w: Array, rows: Array, settings: _Settings) -> tuple[Merged, tuple[Any, ...]]:
     out = _reduce(x, w, rows, settings)
     out = out._replace(lse=checkpoint_name(out.lse, NAMES[0]))
-    return out, (x, w, rows, out.lse)
+    return out, (x, w, rows, out.lse, out.entropy)
 
 
-def _backward(settings: _Settings, residuals: tuple[Array, ...], slopes: Merged) -> tuple[Array, Array, None]:
-    x, w, rows, lse = residuals
+def _backward(settings: _Settings, residuals: tuple[Any, ...], slopes: Merged) -> tuple[Array, Array, None]:
+    x, w, rows, lse, entropy = residuals
     over, ours, token_axes = _over(), cut_over("vocab"), cut_over("batch", "seq")
     # dw is whole along `embed` on every device, so its sum can be a reduce-scatter along `embed`
     split = where_gradients_go(_W, token_axes)
-    leaves, structure = jax.tree.flatten(slopes)
+    leaves, structure = jax.tree.flatten((lse, slopes, entropy))
 
-    def local(x: Array, w: Array, rows: Array, tokens: Array, lse: Array, *leaves: Array) -> tuple[Array, Array]:
-        slopes = jax.tree.unflatten(structure, leaves)
+    def local(x: Array, w: Array, rows: Array, tokens: Array, *leaves: Array) -> tuple[Array, Array]:
+        lse, slopes, entropy = jax.tree.unflatten(structure, leaves)
         rows, tokens = (local_rows(a, w.shape[0], ours) for a in (rows, tokens))
         dx, dw = gradients_of_filled(
             x,
@@ -171,6 +177,7 @@ def _backward(settings: _Settings, residuals: tuple[Array, ...], slopes: Merged)
             settings.logits,
             settings.implementation,
             residuals[1].dtype,
+            entropy,
         )
         return lax.psum(dx, over) if over else dx, sum_to(dw, token_axes, split, dim=1)
 
@@ -179,9 +186,8 @@ def _backward(settings: _Settings, residuals: tuple[Array, ...], slopes: Merged)
         x,
         in_use(w, _W, x.dtype),
         *_from_ours(w, rows, settings),
-        lse,
         *leaves,
-        axes=(_X, _W, _TOKENS, (), *[_TOKENS] * (1 + len(leaves))),
+        axes=(_X, _W, _TOKENS, (), *[_TOKENS] * len(leaves)),
         out_axes=(_X, _W),
         out_kinds=("activations", "grads" if split else "activations"),
         name=_NAME,

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.cut_cross_entropy import Logits, Merged, Parts, gradients, parts
-from pallas_kernels.softmax.pairs import combine, partial
+from pallas_kernels.cut_cross_entropy import Logits, Merged, Parts, gradients, joined, parts
+from pallas_kernels.softmax.pairs import partial
 
 
 def parts_of_filled(
@@ -43,12 +43,11 @@ def parts_of_filled(
     few = _Few.of(x, w[first:], rows - first, tokens - first, logits)
     total, hit = partial(few.logits, where=few.real), jnp.where(few.hit, few.logits, 0).sum(-1)
     summed = jnp.where(few.real, few.logits, 0).sum(-1) if logits.summed else None
+    own = Parts(total, hit, summed, few.entropy() if logits.entropy else None)
     if not first:
-        return Parts(total, hit, summed)
+        return own
     many = parts(x, w[:first], rows, logits, implementation)
-    if summed is not None and many.summed is not None:
-        summed = many.summed + summed
-    return Parts(combine(many.total, total), many.hit + hit, summed)
+    return joined(jax.tree.map(lambda *pieces: jnp.stack(pieces), many, own))
 
 
 def gradients_of_filled(
@@ -62,6 +61,7 @@ def gradients_of_filled(
     logits: Logits,
     implementation: str | None,
     dw_dtype: DTypeLike,
+    entropy: Float[Array, "..."] | None = None,
 ) -> tuple[Array, Array]:
     """Compute `pallas_kernels.cut_cross_entropy.gradients` of rows that can include padding.
 
@@ -76,17 +76,16 @@ def gradients_of_filled(
       logits: see `gradients`.
       implementation: see `gradients`.
       dw_dtype: see `gradients`.
+      entropy: see `gradients`.
 
     Returns:
       gradients of x and w; that of padding is exactly zero.
     """
     if not spare:
-        return gradients(x, w, rows, lse, slopes, logits, implementation, dw_dtype=dw_dtype)
+        return gradients(x, w, rows, lse, slopes, logits, implementation, dw_dtype=dw_dtype, entropy=entropy)
     first = w.shape[0] - spare
     few = _Few.of(x, w[first:], rows - first, tokens - first, logits)
-    slope = slopes.lse[..., None] * jnp.exp(few.logits - lse[..., None]) + few.hit * slopes.hit[..., None]
-    if slopes.summed is not None:
-        slope = slope + slopes.summed[..., None]
+    slope = slopes.folded(entropy).of_logits(few.logits - lse[..., None], few.hit)
     if few.slope is not None:
         slope = slope * few.slope
     slope = jnp.where(few.real, slope, 0).astype(x.dtype)
@@ -94,7 +93,9 @@ def gradients_of_filled(
     dw = _product("...v,...e->ve", slope, x).astype(dw_dtype)
     if not first:
         return dx.astype(x.dtype), dw
-    dx_many, dw_many = gradients(x, w[:first], rows, lse, slopes, logits, implementation, dw_dtype=dw_dtype)
+    dx_many, dw_many = gradients(
+        x, w[:first], rows, lse, slopes, logits, implementation, dw_dtype=dw_dtype, entropy=entropy
+    )
     return (dx + dx_many).astype(x.dtype), jnp.concatenate([dw_many, dw])
 
 
@@ -115,6 +116,11 @@ class _Few(NamedTuple):
             tanh = jnp.tanh(logits / settings.softcap)
             logits, slope = settings.softcap * tanh, 1 - tanh * tanh
         return cls(logits, rows[..., None] == index, index < tokens, slope)
+
+    def entropy(self) -> Float[Array, "..."]:
+        """Return the entropy of the distribution over the rows that are not padding; 0 where all are."""
+        logprobs = jax.nn.log_softmax(self.logits, where=self.real)
+        return -jnp.where(self.real, jnp.exp(logprobs) * logprobs, 0).sum(-1)
 
 
 def _product(subscripts: str, *arrays: jax.Array) -> jax.Array:

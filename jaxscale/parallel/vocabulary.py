@@ -1,8 +1,8 @@
 """Log-probabilities of tokens and what is made of them, from hidden states and heads: logits are never stored.
 
-All are float32, exact in the forward and the backward pass, and take vocabularies that the layout shards. The log-sum-
-exp is that of `sharded_cross_entropy`, with its kernels; the rest is plain XLA on every platform, which computes the
-logits of `vocabulary_tiles.TILE` at a time.
+All are float32, exact in the forward and the backward pass, and take vocabularies that the layout shards. Log-
+probabilities, entropies and the log-sum-exp are those of `sharded_cross_entropy`, with its kernels; the rest is plain
+XLA on every platform, which computes the logits of `vocabulary_tiles.TILE` at a time.
 """
 
 from __future__ import annotations
@@ -77,18 +77,44 @@ def token_logprobs(
     return -nats  # type: ignore[operator]  # one array, without return_lse
 
 
-def token_entropy(logits: Logits, *, temperature: float = 1.0) -> Float[Array, "b s"]:
+def token_logprobs_and_entropy(
+    logits: Logits, ids: Int[Array, "b s"], *, temperature: float = 1.0, implementation: str | None = None
+) -> tuple[Float[Array, "b s"], Float[Array, "b s"]]:
+    """Return `token_logprobs`, and the entropy of each position's distribution in nats, from one pass; differentiable.
+
+    Args:
+      logits: as for `token_logprobs`, like the other arguments.
+      ids: from 0 to V - 1; the entropy does not depend on them.
+      temperature: what logits are divided by.
+      implementation: of the kernel.
+
+    Raises:
+      LayoutError: as `token_logprobs`.
+      KernelError: as `token_logprobs`.
+    """
+    at = logits.at(temperature)
+    nats, entropy = sharded_cross_entropy(
+        at.hidden, at.head, ids, softcap=at.softcap, return_entropy=True, implementation=implementation
+    )
+    return -nats, entropy
+
+
+def token_entropy(
+    logits: Logits, *, temperature: float = 1.0, implementation: str | None = None
+) -> Float[Array, "b s"]:
     """Return the entropy of each position's distribution, in nats, float32; differentiable.
 
     Args:
       logits: of the positions.
       temperature: what logits are divided by.
+      implementation: of the kernel (see `sharded_cross_entropy`).
+
+    Raises:
+      LayoutError: a dimension that does not divide.
+      KernelError: an implementation that is not supported here.
     """
-    return vocabulary_sum(_surprise, (logits.at(temperature),))
-
-
-def _surprise(lp: Array) -> Array:
-    return -jnp.exp(lp) * lp
+    ids = jnp.zeros(logits.hidden.shape[:2], jnp.int32)
+    return token_logprobs_and_entropy(logits, ids, temperature=temperature, implementation=implementation)[1]
 
 
 def vocabulary_sum(

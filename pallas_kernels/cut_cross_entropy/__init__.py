@@ -2,7 +2,7 @@
 
     from pallas_kernels.cut_cross_entropy import linear_cross_entropy
     loss = linear_cross_entropy(x, w, targets)                    # float32, one per token
-    loss, lse = linear_cross_entropy(x, w, targets, return_lse=True)
+    loss, lse, entropy = linear_cross_entropy(x, w, targets, return_lse=True, return_entropy=True)
 
 Differentiable in x, w and weights; in forward mode and twice with "xla" and "dense". Under `jax.checkpoint`, a policy
 that saves the name "cut_lse" keeps the backward pass from running the forward pass again.
@@ -24,10 +24,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels.cut_cross_entropy import gpu, reference, tpu, xla
-from pallas_kernels.cut_cross_entropy.inputs import Arguments, Inputs, Logits, Merged, Parts, Terms, checked
+from pallas_kernels.cut_cross_entropy.inputs import Arguments, Inputs, Logits, Merged, Parts, Terms, checked, joined
 from pallas_kernels.derivatives import custom_vjp
 from pallas_kernels.dispatch import Implementation, Target, dispatch
-from pallas_kernels.softmax.pairs import combine_all
 
 __all__ = [
     "BF16_FILTER",
@@ -41,6 +40,7 @@ __all__ = [
     "checked",
     "filtered_share",
     "gradients",
+    "joined",
     "linear_cross_entropy",
     "merge",
     "parts",
@@ -64,6 +64,7 @@ def linear_cross_entropy(
     ignore_index: int | None = None,
     weights: ArrayLike | None = None,
     return_lse: bool = False,
+    return_entropy: bool = False,
     filter: float | None = None,
     w_layout: str | None = None,
     implementation: str | None = None,
@@ -84,6 +85,8 @@ def linear_cross_entropy(
       ignore_index: tokens with this target have loss 0 and gradient 0; it may be out of range.
       weights: floats of the targets' shape; each multiplies its token's loss, z-loss included.
       return_lse: also return the log-sum-exp of the logits, of ignored tokens too. It is differentiable.
+      return_entropy: also return the entropy of each token's distribution in nats, of ignored tokens too, from the same
+        pass. It is differentiable.
       filter: leave out of the gradient those blocks of tokens and words in which no entry of the logits' cotangent is
         above this share of its token's largest coefficient, such as `BF16_FILTER`; 0 leaves out exact zeros only. The
         block size depends on the implementation; `filtered_share` returns how much is left out.
@@ -92,7 +95,7 @@ def linear_cross_entropy(
         gradients; `None` chooses the best here, for each of both. Filtered gradients of a kernel are those of "xla".
 
     Returns:
-      float32 of the targets' shape, or that and the log-sum-exp.
+      float32 of the targets' shape, or a tuple of that, the log-sum-exp and the entropy, as far as requested.
 
     Raises:
       KernelError: shapes do not fit, an option is out of range, or a named implementation does not support this here.
@@ -108,12 +111,13 @@ def linear_cross_entropy(
         ignore_index=ignore_index,
         weights=weights,
         filter=filter,
+        entropy=return_entropy,
         w_layout=w_layout,
     )
     settings = _Settings(arguments.logits, implementation)
     merged = _reduce(arguments.x, arguments.w, arguments.terms.rows(arguments.targets), settings)
     loss = arguments.terms.losses(merged, arguments.targets, arguments.weights)
-    return (loss, merged.lse) if return_lse else loss
+    return merged.beside(loss, lse=return_lse, entropy=return_entropy)
 
 
 def filtered_share(
@@ -167,8 +171,7 @@ def merge(pieces: Parts) -> Merged:
     Args:
       pieces: `Parts` whose arrays are stacked along a leading axis, one entry per shard.
     """
-    summed = None if pieces.summed is None else pieces.summed.sum(0)
-    return Parts(combine_all(pieces.total), pieces.hit.sum(0), summed).merged()
+    return joined(pieces).merged()
 
 
 def gradients(
@@ -181,6 +184,7 @@ def gradients(
     implementation: str | None = None,
     *,
     dw_dtype: DTypeLike | None = None,
+    entropy: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the cotangents of w's shard and of x, the latter as far as it depends on this shard.
 
@@ -193,11 +197,13 @@ def gradients(
       logits: as for `parts`.
       implementation: as for `parts`.
       dw_dtype: dtype of w's cotangent, which is summed in float32; w's dtype by default.
+      entropy: (...) float32, over the whole vocabulary, where `logits.entropy`.
 
     Returns:
       the cotangents of x and of w.
     """
     dw_dtype = w.dtype if dw_dtype is None else jnp.dtype(dw_dtype)
+    slopes = slopes.folded(entropy)
     return _run("backward", logits, implementation, x, w, rows, lse, slopes, dw_dtype=dw_dtype.name)
 
 
@@ -287,19 +293,17 @@ def _reduce(x: jax.Array, w: jax.Array, rows: jax.Array, settings: _Settings) ->
     return parts(x, w, rows, settings.logits, settings.implementation).merged()
 
 
-def _reduce_forward(
-    x: jax.Array, w: jax.Array, rows: jax.Array, settings: _Settings
-) -> tuple[Merged, tuple[jax.Array, ...]]:
+def _reduce_forward(x: jax.Array, w: jax.Array, rows: jax.Array, settings: _Settings) -> tuple[Merged, tuple[Any, ...]]:
     out = _reduce(x, w, rows, settings)
     out = out._replace(lse=checkpoint_name(out.lse, NAMES[0]))
-    return out, (x, w, rows, out.lse)
+    return out, (x, w, rows, out.lse, out.entropy)
 
 
 def _reduce_backward(
-    settings: _Settings, residuals: tuple[jax.Array, ...], slopes: Merged
+    settings: _Settings, residuals: tuple[Any, ...], slopes: Merged
 ) -> tuple[jax.Array, jax.Array, None]:
-    x, w, rows, lse = residuals
-    return *gradients(x, w, rows, lse, slopes, settings.logits, settings.implementation), None
+    x, w, rows, lse, entropy = residuals
+    return *gradients(x, w, rows, lse, slopes, settings.logits, settings.implementation, entropy=entropy), None
 
 
 _reduce.defvjp(_reduce_forward, _reduce_backward)

@@ -1,7 +1,7 @@
 """The forward pass of the loss on Hopper in Mosaic GPU: a matrix product whose tiles are reduced, not stored.
 
 A work item is 128 tokens by a span of the vocabulary: its running maximum and sum (Milakov & Gimelshein 2018) stay in
-registers, and three or four numbers per token are written for each span, which XLA merges. `gpu_walk` has the products.
+registers, and three to five numbers per token are written for each span, which XLA merges. `gpu_walk` has the products.
 
 The backward pass is `gpu_backward`'s; with a filter it is XLA's, which leaves out smaller blocks (`xla.backward`).
 """
@@ -19,9 +19,9 @@ from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels.cut_cross_entropy import examples, gpu_backward, xla
 from pallas_kernels.cut_cross_entropy.gpu_walk import CHUNK, LOG2E, ROWS, WARPGROUPS, Walk
-from pallas_kernels.cut_cross_entropy.inputs import Inputs, Logits, Parts
+from pallas_kernels.cut_cross_entropy.inputs import Inputs, Logits, Parts, entropy_of, joined
 from pallas_kernels.dispatch import Target, hopper
-from pallas_kernels.softmax.pairs import combine, combine_all, pair
+from pallas_kernels.softmax.pairs import LOWEST, pair
 from pallas_kernels.tiles import entries, lookup
 
 plgpu: Any = mosaic_gpu  # its names differ between versions
@@ -89,8 +89,7 @@ def _forward(target: Target, inputs: Inputs, logits: Logits) -> Parts:
     if whole == vocabulary:
         return parts
     more = xla.forward(Inputs(x, lax.slice_in_dim(w, whole, vocabulary, axis=axis), rows - whole), logits)
-    summed = None if more.summed is None or parts.summed is None else parts.summed + more.summed
-    return Parts(combine(parts.total, more.total), parts.hit + more.hit, summed)
+    return joined(jax.tree.map(lambda *pieces: jnp.stack(pieces), parts, more))
 
 
 def _of_words(target: Target, inputs: Inputs, logits: Logits) -> Parts:
@@ -102,18 +101,15 @@ def _of_words(target: Target, inputs: Inputs, logits: Logits) -> Parts:
     short = -n % (ROWS * WARPGROUPS)
     x, rows = jnp.pad(inputs.x, ((0, short), (0, 0))), jnp.pad(inputs.rows, (0, short), constant_values=-1)
     statistics = spans(target, x, inputs.w, rows, logits, words=words, slots=slots, span=span)[:, :, :n]
-    top, total, hit, *summed = (statistics[:, i] for i in range(statistics.shape[1]))
-    merged = combine_all(pair(jnp.where(top == -jnp.inf, 0, top), total))
-    return Parts(merged, hit.sum(0), summed[0].sum(0) if summed else None)
+    top, total, hit, summed, weighted = logits.named(jnp.moveaxis(statistics, 1, 0))
+    entropy = None if weighted is None else entropy_of(total, weighted)
+    return joined(Parts(pair(jnp.where(top == -jnp.inf, 0, top), total), hit, summed, entropy))
 
 
 def spans(
     target: Target, x: jax.Array, w: jax.Array, rows: jax.Array, logits: Logits, *, words: int, slots: int, span: int
 ) -> jax.Array:
-    """Return float32 (spans, 3 or 4, N): for each token and span the maximum, sum of exponentials and target's logit.
-
-    The exponentials are of differences from the maximum. A fourth number, the sum of logits, follows where
-    `logits.summed`.
+    """Return float32 (spans, 3 to 5, N), `logits.statistics` of each token and span.
 
     Args:
       target: the device to compile for.
@@ -126,7 +122,7 @@ def spans(
       span: tiles of words of a work item.
     """
     (n, width), vocabulary = x.shape, w.shape[logits.words_axis]
-    word_tiles, stats = -(-vocabulary // words), 4 if logits.summed else 3
+    word_tiles, stats = -(-vocabulary // words), logits.statistics
     groups = -(-word_tiles // span)
     walk = Walk(target, n, vocabulary, width // CHUNK, words, slots, groups, logits.w_layout == "ve")
     row_layout = plgpu.Layout.WGMMA.reduce(1)
@@ -145,7 +141,7 @@ def spans(
                 spread = lambda v: lax.broadcast_in_dim(v, shape, (0,))  # noqa: E731
 
                 def tile(j: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
-                    top, total, hit, *summed = state
+                    top, total, hit, summed, weighted = logits.named(state)
                     y = walk.multiply(done + j * walk.chunks, wg, x_s, w_s, full, free)
                     if (cap := logits.softcap) is not None:
                         # tanh(z) = 1 - 2r, as exact as float32
@@ -158,14 +154,20 @@ def spans(
                         fresh = word >= spread(jnp.full((ROWS,), (first + j) * words, jnp.int32))
                     own = word == spread(mine)
                     hit = hit + jnp.where(own if fresh is None else own & fresh, y, 0.0).sum(1)
-                    if summed:
-                        summed = [summed[0] + (y if fresh is None else jnp.where(fresh, y, 0.0)).sum(1)]
+                    if summed is not None:
+                        summed = summed + (y if fresh is None else jnp.where(fresh, y, 0.0)).sum(1)
                     seen = y if fresh is None else jnp.where(fresh, y, -jnp.inf)
                     higher = jnp.maximum(top, seen.max(1))
                     finite = jnp.where(higher == -jnp.inf, 0.0, higher)
-                    power = jnp.exp2(seen * LOG2E - spread(finite * LOG2E))
-                    total = total * jnp.exp2((top - finite) * LOG2E) + power.sum(1)
-                    return (higher, total, hit, *summed)
+                    u, scale = seen * LOG2E - spread(finite * LOG2E), jnp.exp2((top - finite) * LOG2E)
+                    power = jnp.exp2(u)
+                    if weighted is not None:
+                        below = jnp.where(top == -jnp.inf, 0.0, top) - finite
+                        weighted = scale * (weighted + below * total)
+                        u = u if fresh is None else jnp.maximum(u, LOWEST)  # 0 times -inf would be no number
+                        weighted = weighted + (1 / LOG2E) * (power * u).sum(1)
+                    total = total * scale + power.sum(1)
+                    return tuple(x for x in (higher, total, hit, summed, weighted) if x is not None)
 
                 blank = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), row_layout)  # noqa: E731
                 state = lax.fori_loop(0, count(first), tile, (blank(-jnp.inf), *(blank(0.0),) * (stats - 1)))
@@ -204,8 +206,10 @@ def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any
             ("ev", 50257, "bfloat16"),
             ("ve", 50257, "float16"),
         ):
-            for summed in (False, True):
+            for summed, entropy in ((False, False), (True, False), (True, True)):
                 options = {"layout": layout, "vocabulary": vocabulary, "width": width, "dtype": dtype}
-                options |= {"softcap": 30.0 if softcap else None, "summed": summed, "direction": direction}
-                more = f"{' softcap' * softcap}{' sum' * summed}{' backward' * (direction == 'backward')}"
+                options |= {"softcap": 30.0 if softcap else None, "summed": summed, "entropy": entropy}
+                options |= {"direction": direction}
+                more = f"{' softcap' * softcap}{' sum' * summed}{' entropy' * entropy}"
+                more += " backward" * (direction == "backward")
                 yield f"{dtype} {width} {layout} {vocabulary}{more}", *examples.case(run, target, **options)

@@ -28,8 +28,9 @@ plgpu: Any = mosaic_gpu  # its names differ between versions
 TILE = (8192, 4096)
 """Most tokens and words of a piece: 64 MiB of cotangents."""
 STORED = 64
-"""Words that a warpgroup stores at a time: 128 bytes, the widest swizzle. With a soft-cap half of it, since the 168
-registers of a thread, where they do not move between warpgroups (`registers.py`), do not suffice for more."""
+"""Words that a warpgroup stores at a time: 128 bytes, the widest swizzle. With a soft-cap or entropies half of it:
+the 168 registers of a thread, where they do not move between warpgroups (`registers.py`), do not suffice for
+more."""
 
 
 def gradients(
@@ -50,7 +51,7 @@ def gradients(
       target: the device to compile for.
       inputs: the op's arrays.
       lse: as for `xla.backward`, like the next three.
-      slopes: cotangents of the result.
+      slopes: cotangents of the result, `folded`.
       logits: how logits are computed.
       dw_dtype: of w's cotangent.
       words: words of a tile, a multiple of 64.
@@ -97,12 +98,12 @@ def cotangents(
     integers = [inputs.rows] if skipped is None else [inputs.rows, jnp.full_like(inputs.rows, skipped)]
     of_tokens = [
         jnp.pad(jnp.stack(each), ((0, 0), (0, more_tokens)))
-        for each in (integers, [lse * LOG2E, *jax.tree.leaves(slopes)])
+        for each in (integers, [a for a in (lse * LOG2E, *slopes) if a is not None])
     ]
     vocabulary = m + more_words
     tiles = -(-vocabulary // words)
     walk = Walk(target, n + more_tokens, vocabulary, width // CHUNK, words, slots, tiles, ve)
-    stored = STORED if logits.softcap is None else STORED // 2
+    stored = STORED if logits.softcap is None and not logits.entropy else STORED // 2
     shape, row_layout = (ROWS, stored), plgpu.Layout.WGMMA.reduce(1)
     load = lambda ref: plgpu.load(ref, layout=row_layout, optimized=False)  # noqa: E731
     spread = lambda v: lax.broadcast_in_dim(v, shape, (0,))  # noqa: E731
@@ -143,18 +144,22 @@ def cotangents(
             walk.each(item, 0)
 
         def of_piece(y: Any, first: Any, integers: list[Any], numbers: list[Any]) -> Any:
-            (own, *skips), (log2_total, d_lse, d_hit, *d_summed) = integers, numbers
+            (own, *skips), (log2_total, *each) = integers, numbers
             if (cap := logits.softcap) is None:
-                power = jnp.exp2(y * LOG2E - spread(log2_total))
+                log2_p = y * LOG2E - spread(log2_total)
             else:
                 # tanh(z) = 1 - 2r, as exact as float32, and its derivative is 4r(1 - r)
                 r = 1 / (1 + jnp.exp2(y * (2 * LOG2E / cap)))
-                power = jnp.exp2(spread(cap * LOG2E - log2_total) - (2 * cap * LOG2E) * r)
-                d_lse, d_hit, d_summed = 4 * d_lse, 4 * d_hit, [4 * d for d in d_summed]
+                log2_p = spread(cap * LOG2E - log2_total) - (2 * cap * LOG2E) * r
+                each = [4 * d for d in each]
+            d_lse, d_hit, *more = each
+            of_p = spread(d_lse)
+            if logits.entropy:
+                of_p = of_p - spread(more.pop() * (1 / LOG2E)) * log2_p
             word = plgpu.broadcasted_iota(jnp.int32, (stored,), 0, layout=plgpu.Layout.WGMMA.reduce(0))
             word = lax.broadcast_in_dim(word, shape, (1,))
-            hit, other = (spread(d_hit + d_summed[0]), spread(d_summed[0])) if d_summed else (spread(d_hit), 0.0)
-            slope = spread(d_lse) * power + jnp.where(word == spread(own - first), hit, other)
+            hit, other = (spread(d_hit + more[0]), spread(more[0])) if more else (spread(d_hit), 0.0)
+            slope = of_p * jnp.exp2(log2_p) + jnp.where(word == spread(own - first), hit, other)
             if cap is not None:
                 slope = slope * (r - r * r)
             for skip in skips:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,9 +12,20 @@ import numpy as np
 
 from pallas_kernels.arguments import as_int32
 from pallas_kernels.errors import KernelError
-from pallas_kernels.softmax.pairs import Partial
+from pallas_kernels.softmax.pairs import Partial, combine_all
 
-__all__ = ["Arguments", "Inputs", "Logits", "Parts", "Merged", "Terms", "WeightLayout", "checked"]
+__all__ = [
+    "Arguments",
+    "Inputs",
+    "Logits",
+    "Merged",
+    "Parts",
+    "Terms",
+    "WeightLayout",
+    "checked",
+    "entropy_of",
+    "joined",
+]
 
 WeightLayout = Literal["ve", "ev"]
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -40,15 +52,17 @@ class Parts(NamedTuple):
       total: the sum of the exponentials of the logits.
       hit: the target's logit, 0 where the target is not in this shard.
       summed: the sum of the logits, or `None` where it is not needed.
+      entropy: of the distribution over this shard's words alone, in nats, or `None` where it is not needed.
     """
 
     total: Partial
     hit: jax.Array
-    summed: jax.Array | None
+    summed: jax.Array | None = None
+    entropy: jax.Array | None = None
 
     def merged(self) -> Merged:
         """Return the result for the whole vocabulary, of which this is the only shard."""
-        return Merged(self.total.logsumexp(), self.hit, self.summed)
+        return Merged(self.total.logsumexp(), self.hit, self.summed, self.entropy)
 
 
 class Merged(NamedTuple):
@@ -58,11 +72,77 @@ class Merged(NamedTuple):
       lse: log-sum-exp of the logits.
       hit: the target's logit.
       summed: the sum of the logits, or `None` where it is not needed.
+      entropy: of the distribution, in nats, or `None` where it is not needed.
     """
 
     lse: jax.Array
     hit: jax.Array
-    summed: jax.Array | None
+    summed: jax.Array | None = None
+    entropy: jax.Array | None = None
+
+    def beside(self, loss: jax.Array, *, lse: bool, entropy: bool) -> Any:
+        """Return a loss, or a tuple of it, the log-sum-exp and the entropy, as far as requested.
+
+        Args:
+          loss: of each token.
+          lse: whether to return the log-sum-exp.
+          entropy: whether to return the entropy.
+        """
+        results = (loss, *[self.lse] * lse, *[self.entropy] * entropy)
+        return results if len(results) > 1 else loss
+
+    def folded(self, entropy: jax.Array | None) -> Merged:
+        """Return cotangents with which a log-probability l has the cotangent exp(l) (lse - entropy l).
+
+        The derivative of an entropy H by a logit is -exp(l) (l + H); these hold H in `lse`.
+
+        Args:
+          entropy: H of each token, or `None` where it is not needed.
+        """
+        if self.entropy is None or entropy is None:
+            return self
+        return self._replace(lse=self.lse - self.entropy * entropy)
+
+    def of_logits(self, logprobs: jax.Array, hit: jax.Array) -> jax.Array:
+        """Return the cotangents of logits (..., V), of cotangents that are `folded`.
+
+        Args:
+          logprobs: float32 (..., V).
+          hit: boolean (..., V), which of them are targets.
+        """
+        slope = self.lse[..., None]
+        if self.entropy is not None:
+            slope = slope - self.entropy[..., None] * logprobs
+        slope = slope * jnp.exp(logprobs) + jnp.where(hit, self.hit[..., None], 0)
+        return slope if self.summed is None else slope + self.summed[..., None]
+
+
+def joined(pieces: Parts) -> Parts:
+    """Return the parts of several shards together.
+
+    Args:
+      pieces: their arrays, stacked along a leading axis.
+    """
+    total, entropy = combine_all(pieces.total), None
+    if pieces.entropy is not None:
+        # of a shard with the share exp(-less) of the probability
+        each = pieces.total.logsumexp()
+        less = total.logsumexp() - each
+        entropy = jnp.where(each == -jnp.inf, 0, jnp.exp(-less) * (pieces.entropy + less)).sum(0)
+    return Parts(total, pieces.hit.sum(0), None if pieces.summed is None else pieces.summed.sum(0), entropy)
+
+
+def entropy_of(total: jax.Array, weighted: jax.Array) -> jax.Array:
+    """Return the entropy in nats of exponentials of u, the differences of logits from their maximum.
+
+    Both terms of `log(total) - weighted / total` are positive: no digits cancel.
+
+    Args:
+      total: the sum of exp(u), float32; 0 for an empty distribution, whose entropy is 0.
+      weighted: the sum of u exp(u).
+    """
+    some = jnp.where(total == 0, 1, total)
+    return jnp.log(some) - weighted / some
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +153,34 @@ class Logits:
       w_layout: "ve" or "ev", the order of w's axes.
       softcap: logits become `softcap * tanh(logits / softcap)`; `None` leaves them.
       summed: whether their sum is needed.
+      entropy: whether the entropy of their distribution is needed.
       filter: the share of a token's largest coefficient below which a block's gradient is left out; `None` keeps all.
     """
 
     w_layout: WeightLayout = "ve"
     softcap: float | None = None
     summed: bool = False
+    entropy: bool = False
     filter: float | None = None
+
+    @property
+    def statistics(self) -> int:
+        """How many numbers a kernel accumulates for each token.
+
+        They are its maximum, the sum of exponentials of u, the differences from it, the target's logit and, as far as
+        needed, the sum of logits, and that of u exp(u).
+        """
+        return 3 + self.summed + self.entropy
+
+    def named(self, statistics: Iterable[Any]) -> tuple[Any, Any, Any, Any, Any]:
+        """Return the five `statistics`, `None` for what is not needed.
+
+        Args:
+          statistics: those that are needed.
+        """
+        each = iter(statistics)
+        top, total, hit = next(each), next(each), next(each)
+        return top, total, hit, next(each) if self.summed else None, next(each) if self.entropy else None
 
     @property
     def words_axis(self) -> int:
@@ -173,6 +274,7 @@ def checked(
     ignore_index: Any = None,
     weights: Any = None,
     filter: Any = None,
+    entropy: bool = False,
     w_layout: str | None = None,
 ) -> Arguments:
     """Check and convert the arguments of `linear_cross_entropy`.
@@ -188,6 +290,7 @@ def checked(
       ignore_index: an integer or `None`.
       weights: floats of the targets' shape or `None`.
       filter: at least 0 and below 1, or `None`.
+      entropy: whether it is needed.
       w_layout: "ve", "ev" or `None`.
 
     Raises:
@@ -235,7 +338,7 @@ def checked(
         _ignore_index(op, ignore_index, targets.dtype),
     )
     _check_targets(op, targets, terms)
-    return Arguments(x, w, targets, weights, Logits(layout, softcap, smoothing > 0, filter), terms)
+    return Arguments(x, w, targets, weights, Logits(layout, softcap, smoothing > 0, entropy, filter), terms)
 
 
 def _layout(op: str, width: int, w: jax.Array, requested: str | None) -> WeightLayout:

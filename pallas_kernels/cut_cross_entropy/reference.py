@@ -13,12 +13,22 @@ __all__ = ["backward", "forward"]
 
 def forward(inputs: Inputs, logits: Logits) -> Parts:
     """Return the parts of every token."""
-    x, w, rows = inputs
+    return _parts(_full(inputs, logits), inputs.rows, logits)
+
+
+def _full(inputs: Inputs, logits: Logits) -> jax.Array:
+    x, w, _ = inputs
     full = x.astype(jnp.float32) @ jnp.moveaxis(w.astype(x.dtype), logits.words_axis, 1).astype(jnp.float32)
-    if logits.softcap is not None:
-        full = logits.softcap * jnp.tanh(full / logits.softcap)
+    return full if logits.softcap is None else logits.softcap * jnp.tanh(full / logits.softcap)
+
+
+def _parts(full: jax.Array, rows: jax.Array, logits: Logits) -> Parts:
     hit = jnp.where(rows[:, None] == jnp.arange(full.shape[1]), full, 0).sum(1)
-    return Parts(partial(full), hit, full.sum(1) if logits.summed else None)
+    entropy = None
+    if logits.entropy:
+        logprobs = jax.nn.log_softmax(full)
+        entropy = -(jnp.exp(logprobs) * logprobs).sum(1)
+    return Parts(partial(full), hit, full.sum(1) if logits.summed else None, entropy)
 
 
 def backward(
@@ -28,9 +38,13 @@ def backward(
     x, w, rows = inputs
 
     def merged_of(x: jax.Array, w: jax.Array) -> Merged:
-        mine, hit, summed = forward(Inputs(x, w, rows), logits).merged()
+        full = _full(Inputs(x, w, rows), logits)
+        mine, hit, summed, entropy = _parts(full, rows, logits).merged()
+        if entropy is not None:
+            logprobs = full - lse[:, None]
+            entropy = (jnp.exp(logprobs) * (1 - logprobs)).sum(1)  # its derivative is that which `Merged.folded` leaves
         # d lse / d mine, where exp(lse) is a sum of which exp(mine) is one term
-        return Merged(mine * jax.lax.stop_gradient(jnp.exp(mine - lse)), hit, summed)
+        return Merged(mine * jax.lax.stop_gradient(jnp.exp(mine - lse)), hit, summed, entropy)
 
     dx, dw = jax.vjp(merged_of, x.astype(jnp.float32), w.astype(x.dtype).astype(jnp.float32))[1](slopes)
     return dx.astype(x.dtype), dw.astype(dw_dtype)

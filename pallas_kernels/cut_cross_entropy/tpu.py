@@ -21,11 +21,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.cut_cross_entropy import examples, tpu_backward
-from pallas_kernels.cut_cross_entropy.inputs import Inputs, Logits, Parts
+from pallas_kernels.cut_cross_entropy.inputs import Inputs, Logits, Parts, entropy_of
 from pallas_kernels.dispatch import NO_FLOAT16, Target
 from pallas_kernels.flash_attention.tpu_steps import LANES
 from pallas_kernels.flash_attention.tpu_walk import VMEM_LIMIT, column, product
-from pallas_kernels.softmax.pairs import pair
+from pallas_kernels.softmax.pairs import LOWEST, pair
 from pallas_kernels.tiles import entries, lookup
 
 TILES = 40 * 2**20
@@ -74,14 +74,13 @@ def run(
         assert dw_dtype is not None
         lse, slopes = others
         return tpu_backward.gradients(target, inputs, lse, slopes, logits, dw_dtype, tokens=tokens, words=words)
-    top, total, hit, *summed = totals(target, inputs, logits, tokens=tokens, words=words)
-    return Parts(pair(top, total), hit, summed[0] if summed else None)
+    statistics = totals(target, inputs, logits, tokens=tokens, words=words)
+    top, total, hit, summed, weighted = logits.named(statistics)
+    return Parts(pair(top, total), hit, summed, None if weighted is None else entropy_of(total, weighted))
 
 
 def totals(target: Target, inputs: Inputs, logits: Logits, *, tokens: int, words: int) -> jax.Array:
-    """Return float32 (3 or 4, N): each token's maximum, sum of exponentials, target's logit and perhaps sum of logits.
-
-    The exponentials are of differences from the maximum.
+    """Return float32 (3 to 5, N), `logits.statistics` of each token.
 
     Args:
       target: the device to compile for.
@@ -92,7 +91,7 @@ def totals(target: Target, inputs: Inputs, logits: Logits, *, tokens: int, words
     """
     x, w, rows = inputs
     (n, width), vocabulary, ve = x.shape, w.shape[logits.words_axis], logits.w_layout == "ve"
-    stats, last = 4 if logits.summed else 3, pl.cdiv(vocabulary, words) - 1
+    stats, last = logits.statistics, pl.cdiv(vocabulary, words) - 1
     w_block, w_place = ((words, width), lambda i, j: (j, 0)) if ve else ((width, words), lambda i, j: (0, j))
 
     def kernel(x_ref: Any, w_ref: Any, rows_ref: Any, out_ref: Any, own_ref: Any, *stat_refs: Any) -> None:
@@ -109,7 +108,7 @@ def totals(target: Target, inputs: Inputs, logits: Logits, *, tokens: int, words
         y = product(x_ref[...], w_ref[...].astype(x.dtype), (1, 1 if ve else 0))
         if (cap := logits.softcap) is not None:
             y = cap * jnp.tanh(y * (1 / cap))
-        top, total, hit, *summed = (ref[...] for ref in stat_refs)
+        top, total, hit, summed, weighted = logits.named([ref[...] for ref in stat_refs])
         lane, own = lax.broadcasted_iota(jnp.int32, (tokens, LANES), 1), own_ref[...] - j * words
         pieces = {k: y[:, k : k + LANES] for k in range(0, words, LANES)}
 
@@ -122,23 +121,31 @@ def totals(target: Target, inputs: Inputs, logits: Logits, *, tokens: int, words
         seen = filled(-jnp.inf)
         higher = functools.reduce(jnp.maximum, seen, top)
         finite = _finite(higher)
+        u, scale = [y - finite for y in seen], jnp.exp(top - finite)
+        power = [jnp.exp(y) for y in u]
         new = [
             higher,
-            sum((jnp.exp(y - finite) for y in seen), total * jnp.exp(top - finite)),
+            sum(power, total * scale),
             sum((jnp.where(lane == own - k, y, 0.0) for k, y in pieces.items()), hit),
-            *(sum(filled(0.0), s) for s in summed),
         ]
+        if summed is not None:
+            new.append(sum(filled(0.0), summed))
+        if weighted is not None:
+            new.append(sum(map(_weighted, u, power), scale * (weighted + (_finite(top) - finite) * total)))
         for ref, value in zip(stat_refs, new, strict=True):
             ref[...] = value
 
         @pl.when(j == last)
         def _() -> None:
-            top, total, *rest = (ref[...].T for ref in stat_refs)
+            top, total, hit, summed, weighted = logits.named([ref[...].T for ref in stat_refs])
             highest = _finite(top.max(0, keepdims=True))
+            scale = jnp.exp(top - highest)
+            if weighted is not None:
+                weighted = scale * (weighted + (_finite(top) - highest) * total)
             out_ref[:1] = highest
-            out_ref[1:2] = (total * jnp.exp(top - highest)).sum(0, keepdims=True)
-            for k, value in enumerate(rest):
-                out_ref[2 + k : 3 + k] = value.sum(0, keepdims=True)
+            values = [x for x in (total * scale, hit, summed, weighted) if x is not None]
+            for k, value in enumerate(values, 1):
+                out_ref[k : k + 1] = value.sum(0, keepdims=True)
 
     return pl.pallas_call(
         kernel,
@@ -168,6 +175,11 @@ def totals(target: Target, inputs: Inputs, logits: Logits, *, tokens: int, words
 
 def _finite(top: jax.Array) -> jax.Array:
     return jnp.where(top == -jnp.inf, 0.0, top)
+
+
+def _weighted(u: jax.Array, power: jax.Array) -> jax.Array:
+    """Return u exp(u), 0 where u is -inf."""
+    return jnp.maximum(u, LOWEST) * power
 
 
 def tile_bytes(tokens: int, words: int, width: int, dtype: str, w_dtype: str) -> int:

@@ -46,7 +46,7 @@ def gradients(
       target: the device to compile for.
       inputs: the op's arrays.
       lse: as for `xla.backward`, like the next three.
-      slopes: cotangents of the result.
+      slopes: cotangents of the result, `folded`.
       logits: how logits are computed.
       dw_dtype: of w's cotangent.
       tokens: tokens of a block, a multiple of 128.
@@ -82,12 +82,12 @@ def cotangents(
     """
     x, w, rows = inputs
     (n, width), vocabulary, ve = x.shape, w.shape[logits.words_axis], logits.w_layout == "ve"
-    of_tokens = [a[None] for a in (rows, lse, *jax.tree.leaves(slopes))]
+    of_tokens = [a[None] for a in (rows, lse, slopes.lse, slopes.hit, slopes.summed, slopes.entropy) if a is not None]
     scalars = [] if skipped is None else [skipped.astype(jnp.int32).reshape(1, 1)]
 
     def kernel(*refs: Any) -> None:
         x_ref, w_ref, *others, out_ref = refs
-        own, log_total, d_lse, d_hit, *d_summed = (
+        own, log_total, d_lse, d_hit, *more = (
             ref[...] if ve else ref[...].reshape(-1, 1) for ref in others[: len(of_tokens)]
         )
         if ve:
@@ -100,9 +100,12 @@ def cotangents(
             y, bent = cap * tanh, 1 - tanh * tanh
         word = lax.broadcasted_iota(jnp.int32, y.shape, 0 if ve else 1)
         first = pl.program_id(1) * words
-        slope = d_lse * jnp.exp(y - log_total) + jnp.where(word == own - first, d_hit, 0.0)
-        for d in d_summed:
-            slope = slope + d
+        logprob = y - log_total
+        if logits.entropy:
+            d_lse = d_lse - more.pop() * logprob
+        slope = d_lse * jnp.exp(logprob) + jnp.where(word == own - first, d_hit, 0.0)
+        for d_summed in more:
+            slope = slope + d_summed
         if bent is not None:
             slope = slope * bent
         for ref in others[len(of_tokens) :]:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.cut_cross_entropy.inputs import Inputs, Logits, Merged, Parts
+from pallas_kernels.cut_cross_entropy.inputs import Inputs, Logits, Merged, Parts, entropy_of
 from pallas_kernels.softmax.pairs import pair
 
 __all__ = ["FILTER_TILE", "TILE", "Cotangents", "backward", "forward", "skipped"]
@@ -44,12 +44,16 @@ def _dot(subscripts: str, *arrays: jax.Array) -> jax.Array:
 
 
 class _Running(NamedTuple):
-    """State of each token: running maximum, sum of exponentials, target's logit, and sum of logits."""
+    """State of each token: running maximum, sum of exponentials, target's logit, sum of logits, and of u exp(u).
+
+    The exponentials are of u, the differences from the maximum.
+    """
 
     top: jax.Array
     total: jax.Array
     hit: jax.Array
     summed: jax.Array | None
+    weighted: jax.Array | None
 
 
 def forward(inputs: Inputs, logits: Logits) -> Parts:
@@ -70,9 +74,11 @@ def forward(inputs: Inputs, logits: Logits) -> Parts:
         return lax.fori_loop(0, cut.token_tiles, tile, state)
 
     start = jnp.zeros(inputs.rows.shape, jnp.float32)
-    state = _Running(start - jnp.inf, start, start, start if logits.summed else None)
+    more = (start if needed else None for needed in (logits.summed, logits.entropy))
+    state = _Running(start - jnp.inf, start, start, *more)
     state = lax.fori_loop(0, cut.word_tiles, of_words, state)
-    return Parts(pair(_finite(state.top), state.total), state.hit, state.summed)
+    entropy = None if state.weighted is None else entropy_of(state.total, state.weighted)
+    return Parts(pair(_finite(state.top), state.total), state.hit, state.summed, entropy)
 
 
 def _add(old: _Running, logits: jax.Array, hit: jax.Array, fresh: jax.Array | None) -> _Running:
@@ -80,11 +86,15 @@ def _add(old: _Running, logits: jax.Array, hit: jax.Array, fresh: jax.Array | No
     seen = logits if fresh is None else jnp.where(fresh, logits, -jnp.inf)
     top = jnp.maximum(old.top, seen.max(1))
     zero = _finite(top)
-    total = old.total * jnp.exp(old.top - zero) + jnp.exp(seen - zero[:, None]).sum(1)
-    summed = None
+    u, scale = seen - zero[:, None], jnp.exp(old.top - zero)
+    total = old.total * scale + jnp.exp(u).sum(1)
+    summed = weighted = None
     if old.summed is not None:
         summed = old.summed + (logits if fresh is None else jnp.where(fresh, logits, 0)).sum(1)
-    return _Running(top, total, old.hit + jnp.where(hit, logits, 0).sum(1), summed)
+    if old.weighted is not None:
+        weighted = scale * (old.weighted + (_finite(old.top) - zero) * old.total)
+        weighted = weighted + (jnp.exp(u) * (u if fresh is None else jnp.where(fresh, u, 0))).sum(1)
+    return _Running(top, total, old.hit + jnp.where(hit, logits, 0).sum(1), summed, weighted)
 
 
 def _finite(top: jax.Array) -> jax.Array:
@@ -107,7 +117,7 @@ def backward(
     Args:
       inputs: the op's arrays.
       lse: float32 (N,), the log-sum-exp over the whole vocabulary.
-      slopes: float32 (N,), cotangents of the result.
+      slopes: float32 (N,), cotangents of the result, `folded`.
       logits: how logits are computed.
       dw_dtype: of w's cotangent.
       most: tokens and words of a tile; those of `TILE` or `FILTER_TILE` by default.
@@ -248,9 +258,7 @@ class _Cut:
         """Return the cotangent of a tile's products, 0 where skipped, and whether the filter keeps it or `None`."""
         logits, hit, cap = self.logits_of(tokens, words)
         d = jax.tree.map(tokens.take, slopes)
-        slope = d.lse[:, None] * jnp.exp(logits - tokens.take(lse)[:, None]) + jnp.where(hit, d.hit[:, None], 0)
-        if d.summed is not None:
-            slope = slope + d.summed[:, None]
+        slope = d.of_logits(logits - tokens.take(lse)[:, None], hit)
         if cap is not None:
             slope = slope * cap
         if words.fresh is not None:

@@ -34,6 +34,8 @@ GPU_CASES = {
         "bfloat16 4096 ve 128256",
         "bfloat16 4096 ve 128256 backward",
         "bfloat16 4096 ve 128256 softcap backward",
+        "bfloat16 4096 ve 128256 sum entropy",
+        "bfloat16 4096 ve 128256 sum entropy backward",
     ),
     "decode_attention": ("128/128 contiguous", "128/128 pages of 16, dealt"),
     "flash_attention": tuple(

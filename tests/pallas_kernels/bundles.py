@@ -41,7 +41,11 @@ BYTES = {"v6e": 1.638e12, "tpu7x": 3.69e12}
 CASES = {
     "blockwise": ("adamw bfloat16 mlp, fsdp=8", "adamw float32 mlp, fsdp=8"),
     "chunked_recurrence": ("GLA bfloat16 forward",),
-    "cut_cross_entropy": ("bfloat16 4096 ve 128256 forward", "bfloat16 4096 ve 128256 backward"),
+    "cut_cross_entropy": tuple(
+        f"bfloat16 4096 ve 128256{kind} {direction}"
+        for kind in ("", " entropy")
+        for direction in ("forward", "backward")
+    ),
     "decode_attention": ("bfloat16 128 contiguous", "bfloat16 128 pages of 16"),
     "fftconv": ("4096 tokens convolve", "4096 tokens spectrum"),
     "flash_attention": (),  # `attention` has them, beside JAX's kernels

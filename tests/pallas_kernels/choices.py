@@ -178,6 +178,7 @@ def _losses() -> Iterator[Case]:
         ("float16", "float16", 4096, 128256, "ev", {}),
         ("float32", "float32", 4096, 128256, "ev", {}),
         ("filtered gradients", "bfloat16", 4096, 128256, "ev", {"filter": 2.0**-12}),
+        ("with entropies", "bfloat16", 4096, 128256, "ev", {"return_entropy": True}),
     ):
         shape = (vocabulary, width) if layout == "ve" else (width, vocabulary)
         call = functools.partial(linear_cross_entropy, **options, w_layout=layout)

@@ -225,6 +225,7 @@ _LOSSES: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 3.0},
     "label smoothing": {"label_smoothing": 0.1},
     "w (E, V)": {"w_layout": "ev"},
+    "entropy": {"return_entropy": True},
 }
 
 
@@ -232,7 +233,8 @@ def _loss_works() -> Iterator[Work]:
     for feature in _LOSSES:
         for dtype in ("float32", "bfloat16", "float16"):
             make = functools.partial(_loss_program, feature, dtype)
-            yield Work("linear_cross_entropy", feature, dtype, ("loss", "dx", "dw"), make)
+            first = "entropy" if "return_entropy" in _LOSSES[feature] else "loss"
+            yield Work("linear_cross_entropy", feature, dtype, (first, "dx", "dw"), make)
 
 
 def _loss_program(feature: str, dtype: str, seed: int | None) -> Program:
@@ -243,8 +245,10 @@ def _loss_program(feature: str, dtype: str, seed: int | None) -> Program:
     ours = functools.partial(loss_and_gradients, targets, d, options)
 
     def right() -> tuple[Any, ...]:
-        loss, _, dx, dw, _ = truth((x, w, targets), options, d, np.zeros_like(d))
-        return loss, dx, dw
+        at = 2 if "return_entropy" in options else 0  # of the results, and of their cotangents
+        slopes = [d if i == at else np.zeros_like(d) for i in range(3)]
+        *results, dx, dw, _ = truth((x, w, targets), options, *slopes)
+        return results[at], dx, dw
 
     return Program(ours, (x, w), tuple, lambda: tuple(jax.jit(ours(None))(x, w)), right)
 
@@ -261,10 +265,13 @@ def loss_and_gradients(targets: Any, d: Any, options: dict[str, Any], implementa
     """Return loss and gradients by x and w; with `None` as the implementation, of materialised logits."""
     from tests.pallas_kernels.cut_cross_entropy import cases
 
+    of_entropy = "return_entropy" in options
+
     def f(x: Any, w: Any) -> Any:
         if implementation is None:
-            return cases.plain(x, w, 1.0, targets=targets, options=options)[0]
-        return linear_cross_entropy(x, w, targets, **options, implementation=implementation)
+            return cases.plain(x, w, 1.0, targets=targets, options=options)[2 if of_entropy else 0]
+        results = linear_cross_entropy(x, w, targets, **options, implementation=implementation)
+        return results[1] if of_entropy else results
 
     return lambda x, w: (f(x, w), *jax.vjp(f, x, w)[1](d))
 

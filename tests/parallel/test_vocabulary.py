@@ -17,6 +17,7 @@ from jaxscale.parallel import (
     logprobs_at,
     token_entropy,
     token_logprobs,
+    token_logprobs_and_entropy,
     top_logprobs,
     vocabulary_sum,
     vocabulary_tiles,
@@ -27,7 +28,7 @@ from tests.truth.long import short
 
 B, S, E, K, V = 8, 4, 16, 5, 61  # four devices do not divide the vocabulary
 CAP = 3.0
-NAMES = ("logprobs", "entropy", "forward", "half way")
+NAMES = ("logprobs", "entropy", "forward", "half way", "both")
 LAYOUTS = ["data=8", "fsdp=4,tensor=2", "context=2,fsdp=2,tensor=2"]
 
 
@@ -61,6 +62,7 @@ def per_token(x, w, y, other):
     return {
         "logprobs": token_logprobs(a, ids()[..., 0]),
         "entropy": token_entropy(a, temperature=0.7),
+        "both": sum(token_logprobs_and_entropy(a, ids()[..., 1], temperature=0.7)),
         "forward": vocabulary_sum(forward_kl, (b, a)),
         "half way": vocabulary_sum(half_way, (b, a)),
         "at": logprobs_at(a, ids()),
@@ -87,6 +89,7 @@ def by_numpy(x, w, y, other):
     return {
         "logprobs": at[..., 0],
         "entropy": -(np.exp(t) * t).sum(-1),
+        "both": np.take_along_axis(t, np.asarray(ids())[..., 1:2], 2)[..., 0] - (np.exp(t) * t).sum(-1),
         "forward": (np.exp(b) * (b - a)).sum(-1),
         "half way": 0.5 * (np.exp(b) * (b - m) + np.exp(a) * (a - m)).sum(-1),
         "at": at,

@@ -20,8 +20,13 @@ from jaxscale.testing import check_objective
 VOCAB, ROWS, SEQ = 11, 6, 7
 OBJECTIVES = [
     GRPO(), GRPO(clip_low=0.1, clip_high=0.3, kl=0.04), DAPO(kl=0.1), GSPO(clip_low=0.05, clip_high=0.06), RLOO(),
-    ReMax(),
+    ReMax(), GRPO(entropy=0.1), DAPO(entropy=0.02),
 ]  # fmt: skip
+
+
+def name_of(objective):
+    """Return a test's name."""
+    return f"{type(objective).__name__}-{objective.kl}-{objective.entropy}"
 
 
 def batch_of() -> dict[str, np.ndarray]:
@@ -59,15 +64,24 @@ def tables(seed):
     return random.normal(size=(VOCAB, 4)), random.normal(size=(VOCAB, 4))
 
 
-def logprobs(table, head, batch):
+def every_logprob(table, head, batch):
     logits = table[batch["tokens"]] @ head.T
-    every = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    return np.take_along_axis(every, batch["targets"][..., None], 2)[..., 0]
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def logprobs(table, head, batch):
+    return np.take_along_axis(every_logprob(table, head, batch), batch["targets"][..., None], 2)[..., 0]
+
+
+def entropies(table, head, batch):
+    every = every_logprob(table, head, batch)
+    return -(np.exp(every) * every).sum(-1)
 
 
 def by_formula(objective, table, head, batch):
     """The objective's paper, token by token in float64."""
     new, first = logprobs(table, head, batch), logprobs(*tables(2), batch)
+    entropy, bonus = entropies(table, head, batch), 0.0
     total, sequences, tokens = 0.0, 0, 0
     low = -math.inf if objective.clip_low is None else 1 - objective.clip_low
     high = math.inf if objective.clip_high is None else 1 + objective.clip_high
@@ -92,9 +106,10 @@ def by_formula(objective, table, head, batch):
                 x + objective.kl * (math.exp(first[row, t] - new[row, t]) - (first[row, t] - new[row, t]) - 1)
                 for x, t in zip(losses, places, strict=True)
             ]
+        bonus += sum(entropy[row, t] for t in places)
         total += sum(losses) if isinstance(objective, DAPO) else sum(losses) / len(places)
         sequences, tokens = sequences + 1, tokens + len(places)
-    return total / (tokens if isinstance(objective, DAPO) else sequences)
+    return total / (tokens if isinstance(objective, DAPO) else sequences) - objective.entropy * bonus / tokens
 
 
 def ours(objective, table, head, batch):
@@ -109,11 +124,13 @@ def ours(objective, table, head, batch):
     return float(loss), jax.tree.map(np.asarray, grads), metrics
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: f"{type(o).__name__}-{o.kl}")
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=name_of)
 def test_losses_and_gradients_are_those_of_the_paper_in_float64(objective):
     batch = {k: v.astype(np.float64) if v.dtype == np.float32 else v for k, v in batch_of().items()}
     table, head = tables(1)
-    loss, grads, _ = ours(objective, table, head, batch_of())
+    loss, grads, metrics = ours(objective, table, head, batch_of())
+    mean = (entropies(table, head, batch) * batch["weights"]).sum() / batch["weights"].sum()
+    assert metrics["entropy"] == pytest.approx(mean, rel=1e-5)
     assert loss == pytest.approx(by_formula(objective, table, head, batch), rel=1e-5)
     random = np.random.default_rng(0)
     for which in range(2):
@@ -196,7 +213,7 @@ def test_settings_out_of_range_are_refused(make, message):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("objective", OBJECTIVES[:-1], ids=lambda o: f"{type(o).__name__}-{o.kl}")
+@pytest.mark.parametrize("objective", [o for o in OBJECTIVES if not isinstance(o, ReMax)], ids=name_of)
 def test_losses_and_gradients_are_those_of_trl(objective):
     """TRL's own `_compute_loss`, with the model's log-probabilities as its input."""
     torch = pytest.importorskip("torch")
@@ -208,17 +225,17 @@ def test_losses_and_gradients_are_those_of_trl(objective):
     ids = torch.tensor(batch["targets"], dtype=torch.int64)
 
     def of(table, head):
-        logits = table[torch.tensor(batch["tokens"], dtype=torch.int64)] @ head.T
-        return torch.gather(torch.log_softmax(logits, -1), 2, ids[..., None])[..., 0]
+        every = torch.log_softmax(table[torch.tensor(batch["tokens"], dtype=torch.int64)] @ head.T, -1)
+        return torch.gather(every, 2, ids[..., None])[..., 0], -(every.exp() * every).sum(-1)
 
-    new, mask = of(*arrays), torch.tensor(batch["weights"])
-    first = of(*(torch.tensor(a, dtype=torch.float32) for a in tables(2)))
+    (new, entropy), mask = of(*arrays), torch.tensor(batch["weights"])
+    first = of(*(torch.tensor(a, dtype=torch.float32) for a in tables(2)))[0]
     old = torch.tensor(batch["logprobs"])
     trainer = types.SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (new, torch.zeros_like(new), None),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (new, entropy, None),
         aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=False,
         beta=objective.kl, importance_sampling_level="sequence" if isinstance(objective, GSPO) else "token",
-        _entropy_bonus_enabled=False,
+        _entropy_bonus_enabled=objective.entropy > 0, entropy_coef=objective.entropy, use_adaptive_entropy=False,
         loss_type="dapo" if isinstance(objective, DAPO) else "grpo", model=torch.nn.Linear(1, 1).eval(),
         epsilon_low=objective.clip_low, epsilon_high=objective.clip_high, current_gradient_accumulation_steps=1,
         args=types.SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),

@@ -25,6 +25,7 @@ class DAPO(GRPO):
       clip_low: as of `PolicyGradient`.
       clip_high: as of `PolicyGradient`; higher than `clip_low`, so that unlikely tokens can become likelier.
       kl: as of `PolicyGradient`.
+      entropy: as of `PolicyGradient`.
       scale: as of `GRPO`.
       resample: how often other prompts are sampled at most in a step, in place of groups with one reward; 0 is never.
       overlong: the last tokens of the longest allowed completion, in which the reward falls linearly, by up to 1; 0 for

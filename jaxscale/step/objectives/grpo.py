@@ -23,6 +23,7 @@ class GRPO(PolicyGradient):
       clip_low: as of `PolicyGradient`.
       clip_high: as of `PolicyGradient`.
       kl: as of `PolicyGradient`, 0.04 in the paper.
+      entropy: as of `PolicyGradient`.
       scale: divide by the standard deviation; Dr. GRPO (Liu et al. 2025) does not.
 
     Raises:

@@ -20,6 +20,7 @@ class GSPO(GRPO):
       clip_low: as of `PolicyGradient`; small, since means of log-ratios are.
       clip_high: as of `PolicyGradient`.
       kl: as of `PolicyGradient`.
+      entropy: as of `PolicyGradient`.
       scale: as of `GRPO`.
 
     Raises:

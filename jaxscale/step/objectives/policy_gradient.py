@@ -15,7 +15,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.models.base import LanguageModel, LanguageModelConfig, arrange, hidden_and_stats, logits_of, order_of
 from jaxscale.nn import auxiliary_loss
 from jaxscale.nn import metrics as layer_metrics
-from jaxscale.parallel import token_logprobs
+from jaxscale.parallel import token_logprobs_and_entropy
 from jaxscale.step.config import TrainConfig
 from jaxscale.step.objective import Batch, Objective, Totals
 from jaxscale.step.objectives.sampled import Sampled, gap_metrics, gap_terms
@@ -38,6 +38,8 @@ class PolicyGradient(Sampled, Objective):
       clip_high: how far above 1.
       kl: weight of the divergence from the parameters that the run started from (k3 of Schulman 2020); above 0 the run
         needs `train.start`.
+      entropy: weight of the entropy that is subtracted from the loss (Williams and Peng 1991): in nats, of the
+        distributions that tokens come from, the mean over all tokens. It is a metric with 0 as well.
 
     Raises:
       ConfigError: a setting is out of its range.
@@ -51,6 +53,7 @@ class PolicyGradient(Sampled, Objective):
     clip_low: float | None = 0.2
     clip_high: float | None = 0.2
     kl: float = 0.0
+    entropy: float = 0.0
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -58,8 +61,9 @@ class PolicyGradient(Sampled, Objective):
             raise ConfigError(f"{name}.clip_low = {self.clip_low!r}: must be above 0 and at most 1, or None")
         if self.clip_high is not None and not (is_number(self.clip_high) and self.clip_high > 0):
             raise ConfigError(f"{name}.clip_high = {self.clip_high!r}: must be above 0, or None")
-        if not (is_number(self.kl) and self.kl >= 0):
-            raise ConfigError(f"{name}.kl = {self.kl!r}: must be at least 0 and finite")
+        for setting, value in (("kl", self.kl), ("entropy", self.entropy)):
+            if not (is_number(value) and value >= 0):
+                raise ConfigError(f"{name}.{setting} = {value!r}: must be at least 0 and finite")
 
     @property
     def reference(self) -> bool:  # type: ignore[override]  # of each value, and not of the class
@@ -70,12 +74,16 @@ class PolicyGradient(Sampled, Objective):
         """Return the sum of the losses, and sums for the metrics; without dropout, as the sampler."""
         order = order_of(model, batch["tokens"].shape[1])
         batch = dict(batch) if order is None else dict(arrange(batch, order))
-        new, stats = self._logprobs(model, batch, order is not None)
-        first = None if reference is None else self._logprobs(reference, batch, order is not None)[0]
-        return {**self.of_logprobs(new, batch, first), "stats": stats}
+        (new, entropy), stats = self._logprobs(model, batch, order is not None)
+        first = None if reference is None else self._logprobs(reference, batch, order is not None)[0][0]
+        return {**self.of_logprobs(new, batch, first, entropy), "stats": stats}
 
     def of_logprobs(
-        self, new: Float[Array, "b s"], batch: Batch, first: Float[Array, "b s"] | None = None
+        self,
+        new: Float[Array, "b s"],
+        batch: Batch,
+        first: Float[Array, "b s"] | None = None,
+        entropy: Float[Array, "b s"] | None = None,
     ) -> dict[str, Array]:
         """Return the sum of the losses, and sums for the metrics.
 
@@ -83,6 +91,7 @@ class PolicyGradient(Sampled, Objective):
           new: log-probabilities of the targets by the model as it is now, float32.
           batch: weights, the sampler's logprobs, and advantages, in the order of `new`.
           first: log-probabilities by the parameters that the run started from, for `kl`.
+          entropy: of the distributions that the targets come from by the model as it is now, float32.
         """
         with jax.named_scope("loss"):
             mask, sampler = batch["weights"], batch["logprobs"]
@@ -104,15 +113,19 @@ class PolicyGradient(Sampled, Objective):
                 divergence = jnp.exp(apart) - apart - 1
                 losses = losses + self.kl * divergence
                 sums["kl"] = jnp.sum(mask * divergence)
+            if entropy is not None:
+                sums["entropy"] = jnp.sum(jnp.where(mask > 0, entropy, 0.0))
             each = jnp.where(mask > 0, losses, 0.0)
             if self.by_sequence:
                 each = each / jnp.maximum(tokens, 1)
             return {"losses": jnp.sum(each), **sums, **gap_terms(new, sampler, mask)}
 
-    def _logprobs(self, model: LanguageModel, batch: Batch, arranged: bool) -> tuple[Float[Array, "b s"], Any]:
+    def _logprobs(
+        self, model: LanguageModel, batch: Batch, arranged: bool
+    ) -> tuple[tuple[Float[Array, "b s"], Float[Array, "b s"]], Any]:
         inputs: dict[str, Any] = {"rows": batch["rows"]} | ({"arranged": True} if arranged else {})
         hidden, stats = hidden_and_stats(model, batch["tokens"], **inputs)
-        return token_logprobs(logits_of(model, hidden), batch["targets"]), stats
+        return token_logprobs_and_entropy(logits_of(model, hidden), batch["targets"]), stats
 
     def value(self, totals: Totals) -> Float[Array, ""]:
         """Return the mean loss of the sequences, or of the tokens, plus the auxiliary losses of layers."""
@@ -124,12 +137,14 @@ class PolicyGradient(Sampled, Objective):
         Args:
           totals: of `of_logprobs` and `weights`.
         """
-        return totals["losses"] / jnp.maximum(totals["sequences" if self.by_sequence else "tokens"], 1)
+        loss = totals["losses"] / jnp.maximum(totals["sequences" if self.by_sequence else "tokens"], 1)
+        return loss - self.entropy * totals["entropy"] / jnp.maximum(totals["tokens"], 1) if self.entropy else loss
 
     def metrics(self, totals: Totals) -> dict[str, Float[Array, ""]]:
-        """Return the loss, the share of tokens whose ratio is clipped, and how far sampler and trainer are apart."""
+        """Return the loss, the share of tokens with a clipped ratio, entropy, and sampler against trainer."""
         tokens = jnp.maximum(totals["tokens"], 1)
-        more = {"kl": totals["kl"] / tokens} if "kl" in totals else {}
+        means: tuple[str, ...] = ("kl", "entropy")
+        more = {name: totals[name] / tokens for name in means if name in totals}
         loss = {"loss": self.loss(totals), "clipped": totals["clipped"] / tokens}
         return {**loss, **gap_metrics(totals), **more, **layer_metrics(totals["stats"])}
 
@@ -147,7 +162,9 @@ class PolicyGradient(Sampled, Objective):
             low = "0" if self.clip_low is None else f"{1 - self.clip_low:g}"
             high = "infinity" if self.clip_high is None else f"{1 + self.clip_high:g}"
             limits += f" clipped to {low} .. {high}"
-        return f"{type(self).__name__}, {limits}" + (f", KL x {self.kl:g}" if self.kl else "")
+        return f"{type(self).__name__}, {limits}" + "".join(
+            f", {word} x {weight:g}" for word, weight in (("KL", self.kl), ("entropy", -self.entropy)) if weight
+        )
 
 
 def standardised(rewards: Float[np.ndarray, "p g"], scale: bool = True) -> Float[np.ndarray, "p g"]:

@@ -24,6 +24,7 @@ class RLOO(PolicyGradient):
       clip_low: as of `PolicyGradient`.
       clip_high: as of `PolicyGradient`.
       kl: as of `PolicyGradient`.
+      entropy: as of `PolicyGradient`.
 
     Raises:
       ConfigError: a setting is out of its range.
@@ -51,6 +52,7 @@ class ReMax(RLOO):
       clip_low: as of `PolicyGradient`.
       clip_high: as of `PolicyGradient`.
       kl: as of `PolicyGradient`.
+      entropy: as of `PolicyGradient`.
 
     Raises:
       ConfigError: a setting is out of its range.

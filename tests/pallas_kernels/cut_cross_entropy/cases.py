@@ -47,20 +47,20 @@ def make(case: dict[str, Any], seed: int = 0) -> tuple[tuple[Any, Any, Any], dic
     return (x, w, targets), options
 
 
-def truth(arrays: tuple[Any, Any, Any], options: dict[str, Any], d: Any, dlse: Any) -> tuple[np.ndarray, ...]:
-    """Return loss, log-sum-exp and the gradients of x, w and weights, by hand, in float64.
+def truth(
+    arrays: tuple[Any, Any, Any], options: dict[str, Any], d: Any, dlse: Any, dentropy: Any
+) -> tuple[np.ndarray, ...]:
+    """Return loss, log-sum-exp, entropy and the gradients of x, w and weights, by hand, in float64.
 
-    `d` and `dlse` are the cotangents of the first two.
+    `d`, `dlse` and `dentropy` are the cotangents of the first three.
     """
     x, w, targets = arrays
     w = np.asarray(w.astype(x.dtype), np.float64)
     turned, shape = w.shape[0] == x.shape[-1], x.shape
     w = w.T if turned else w
-    x, d, dlse, targets = (
+    x, d, dlse, dentropy, targets = (
         np.asarray(x, np.float64).reshape(-1, shape[-1]),
-        d.reshape(-1),
-        dlse.reshape(-1),
-        targets.ravel(),
+        *(a.reshape(-1) for a in (d, dlse, dentropy, targets)),
     )
     n, v = len(x), len(w)
     logits, slope = x @ w.T, 1.0
@@ -75,16 +75,18 @@ def truth(arrays: tuple[Any, Any, Any], options: dict[str, Any], d: Any, dlse: A
     weights = np.where(ignored, 0, np.asarray(options.get("weights", np.ones(n)), np.float64).ravel())
     plain = lse - (labels * logits).sum(1) + z * lse**2
     share = np.exp(logits - lse[:, None])
+    entropy = -(share * (logits - lse[:, None])).sum(1)
     g = (weights * d)[:, None] * (share * (1 + 2 * z * lse[:, None]) - labels) + dlse[:, None] * share
+    g = g - dentropy[:, None] * share * (logits - lse[:, None] + entropy[:, None])
     g = g * slope
     dw = g.T @ x
     row = lambda a: a.reshape(shape[:-1])  # noqa: E731
     dweights = np.where(ignored, 0, plain * d)
-    return row(weights * plain), row(lse), (g @ w).reshape(shape), dw.T if turned else dw, row(dweights)
+    return row(weights * plain), row(lse), row(entropy), (g @ w).reshape(shape), dw.T if turned else dw, row(dweights)
 
 
-def plain(x: Any, w: Any, weights: Any, *, targets: Any, options: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-    """Return loss and log-sum-exp of materialised logits, with products in x's dtype."""
+def plain(x: Any, w: Any, weights: Any, *, targets: Any, options: dict[str, Any]) -> tuple[jax.Array, ...]:
+    """Return loss, log-sum-exp and entropy of materialised logits, with products in x's dtype."""
     w = w.astype(x.dtype)
     logits = (x @ (w if w.shape[0] == x.shape[-1] else w.T)).astype(jnp.float32)
     if cap := options.get("softcap"):
@@ -94,7 +96,9 @@ def plain(x: Any, w: Any, weights: Any, *, targets: Any, options: dict[str, Any]
     hit = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
     loss = lse - (1 - smoothing) * hit - smoothing * logits.mean(-1) + options.get("z_loss", 0.0) * lse**2
     ignored = targets == options["ignore_index"] if options.get("ignore_index") is not None else False
-    return jnp.where(ignored, 0, loss * weights), lse
+    logprobs = logits - lse[..., None]
+    entropy = -(jnp.exp(logprobs) * logprobs).sum(-1)
+    return jnp.where(ignored, 0, loss * weights), lse, entropy
 
 
 def arrays_in(jaxpr: Any) -> list[Any]:

@@ -31,20 +31,20 @@ from tests.truth.long import short
 
 TPU = covering(
     {"dtype": ("float32", "bfloat16"), "w_dtype": (None, "float32"), "sizes": ((32, 512), (37, 300), (5, 100))}
-    | {"w_layout": ("ve", "ev"), "softcap": (None, 2.0), "summed": (False, True)}
+    | {"w_layout": ("ve", "ev"), "softcap": (None, 2.0), "summed": (False, True), "entropy": (False, True)}
 )
 GRADIENTS = covering(
     {"dtype": ("float32", "bfloat16"), "w_dtype": (None, "float32"), "sizes": ((64, 768), (37, 500), (5, 100))}
-    | {"w_layout": ("ve", "ev"), "softcap": (None, 2.0), "summed": (False, True)}
+    | {"w_layout": ("ve", "ev"), "softcap": (None, 2.0), "summed": (False, True), "entropy": (False, True)}
 )
 GPU = [
-    {"dtype": "bfloat16", "sizes": (256, 512), "w_layout": "ve", "softcap": None, "summed": False},
-    {"dtype": "bfloat16", "sizes": (37, 587), "w_layout": "ve", "softcap": 2.0, "summed": True},
-    {"dtype": "float16", "sizes": (37, 587), "w_layout": "ev", "softcap": None, "summed": True},
+    {"dtype": "bfloat16", "sizes": (256, 512), "w_layout": "ve", "softcap": None, "summed": False, "entropy": False},
+    {"dtype": "bfloat16", "sizes": (37, 587), "w_layout": "ve", "softcap": 2.0, "summed": True, "entropy": True},
+    {"dtype": "float16", "sizes": (37, 587), "w_layout": "ev", "softcap": None, "summed": False, "entropy": True},
 ]
 GPU_GRADIENTS = covering(
     {"dtype": ("bfloat16", "float16"), "w_dtype": (None, "float32"), "sizes": ((130, 600), (256, 768), (5, 300))}
-    | {"w_layout": ("ve", "ev"), "softcap": (None, 2.0), "summed": (False, True)}
+    | {"w_layout": ("ve", "ev"), "softcap": (None, 2.0), "summed": (False, True), "entropy": (False, True)}
 )
 TILES = {
     "mosaic_tpu": {"tokens": 16, "words": 256},  # two registers wide, of which the last tile has less
@@ -74,7 +74,7 @@ def arrays(n, v, width, dtype, w_dtype=None, w_layout="ve", seed=0):
 
 
 def truth(x, w, rows, logits):
-    """Return the log-sum-exp, the target's logit and the sum of logits, in float64."""
+    """Return the log-sum-exp, the target's logit, the sum of logits and the entropy, in float64."""
     x, w, rows = np.asarray(x, np.float64), np.asarray(w.astype(x.dtype), np.float64), np.asarray(rows)
     y = x @ (w.T if logits.w_layout == "ve" else w)
     y = y if logits.softcap is None else logits.softcap * np.tanh(y / logits.softcap)
@@ -82,10 +82,12 @@ def truth(x, w, rows, logits):
     hit = np.where(inside, y[np.arange(len(y)), np.where(inside, rows, 0)], 0)
     top = y.max(1)
     lse = top + np.log(np.exp(y - top[:, None]).sum(1))
-    return lse, hit, y.sum(1) if logits.summed else None
+    logprobs = y - lse[:, None]
+    entropy = -(np.exp(logprobs) * logprobs).sum(1)
+    return lse, hit, y.sum(1) if logits.summed else None, entropy if logits.entropy else None
 
 
-def true_gradients(x, w, rows, logits, lse, slopes):
+def true_gradients(x, w, rows, logits, lse, entropy, slopes):
     """Return the cotangents of x and w, in float64."""
     x, w, rows = np.asarray(x, np.float64), np.asarray(w.astype(x.dtype), np.float64), np.asarray(rows)
     w = w if logits.w_layout == "ve" else w.T
@@ -93,15 +95,17 @@ def true_gradients(x, w, rows, logits, lse, slopes):
     if (cap := logits.softcap) is not None:
         bent = 1 - np.tanh(y / cap) ** 2
         y = cap * np.tanh(y / cap)
-    d_lse, d_hit, d_summed = (d[:, None].astype(np.float64) for d in slopes)
-    d = d_lse * np.exp(y - lse[:, None]) + d_hit * (rows[:, None] == np.arange(y.shape[1]))
+    d_lse, d_hit, d_summed, d_entropy = (d[:, None].astype(np.float64) for d in slopes)
+    logprobs = y - lse[:, None]
+    d = d_lse * np.exp(logprobs) + d_hit * (rows[:, None] == np.arange(y.shape[1]))
+    d = d - d_entropy * np.exp(logprobs) * (logprobs + entropy[:, None]) if logits.entropy else d
     d = (d + d_summed if logits.summed else d) * bent
     return d @ w, d.T @ x if logits.w_layout == "ve" else x.T @ d
 
 
 def check(case, implementation, width):
     x, w, rows = arrays(*case["sizes"], width, case["dtype"], case.get("w_dtype"), case["w_layout"])
-    logits = Logits(case["w_layout"], case["softcap"], case["summed"])
+    logits = Logits(case["w_layout"], case["softcap"], case["summed"], case["entropy"])
     run = jax.jit(
         lambda x, w, rows, implementation: parts(x, w, rows, logits, implementation).merged(), static_argnums=3
     )
@@ -123,27 +127,29 @@ def test_the_tpu_kernel_is_as_exact_as_all_logits_at_once(case, implementation, 
 
 def check_gradients(case, implementation, width):
     x, w, rows = arrays(*case["sizes"], width, case["dtype"], case.get("w_dtype"), case["w_layout"])
-    logits = Logits(case["w_layout"], case["softcap"], case["summed"])
+    logits = Logits(case["w_layout"], case["softcap"], case["summed"], case["entropy"])
     random = np.random.default_rng(2)
-    slopes = [random.normal(size=rows.shape).astype(np.float32) for _ in range(3)]
-    lse = truth(x, w, rows, logits)[0]
+    slopes = [random.normal(size=rows.shape).astype(np.float32) for _ in range(4)]
+    lse, *_, entropy = truth(x, w, rows, logits)
+    needed = (True, True, logits.summed, logits.entropy)
     run = jax.jit(
         lambda implementation: gradients(
             x,
             w,
             rows,
             jnp.asarray(lse, jnp.float32),
-            Merged(*map(jnp.asarray, slopes[:2]), jnp.asarray(slopes[2]) if logits.summed else None),
+            Merged(*(jnp.asarray(d) if need else None for d, need in zip(slopes, needed, strict=True))),
             logits,
             implementation,
             dw_dtype="float32",
+            entropy=jnp.asarray(entropy, jnp.float32) if logits.entropy else None,
         ),
         static_argnums=0,
     )
     with interpreted(races=True):
         got = run(implementation)
     for name, a, b, c in zip(
-        ("dx", "dw"), got, run("dense"), true_gradients(x, w, rows, logits, lse, slopes), strict=True
+        ("dx", "dw"), got, run("dense"), true_gradients(x, w, rows, logits, lse, entropy, slopes), strict=True
     ):
         assert_as_exact_as(a, b, c, name, units=4.0, dtype=x.dtype)  # cotangents of logits have x's dtype
 
@@ -178,8 +184,9 @@ def test_the_gpu_kernel_is_as_exact_as_all_logits_at_once(case, implementation, 
 def test_its_loss_and_gradients_are_those_of_xla(implementation):
     x, w, targets = arrays(37, 320, 64, "bfloat16")
     targets = jnp.abs(targets) % 320
-    options = {"softcap": 3.0, "z_loss": 0.1, "label_smoothing": 0.1, "ignore_index": 7, "return_lse": True}
-    d = jnp.asarray(np.random.default_rng(1).normal(size=(2, 37)), jnp.float32)
+    options = {"softcap": 3.0, "z_loss": 0.1, "label_smoothing": 0.1, "ignore_index": 7}
+    options |= {"return_lse": True, "return_entropy": True}
+    d = jnp.asarray(np.random.default_rng(1).normal(size=(3, 37)), jnp.float32)
 
     def run(implementation):
         f = lambda x, w: linear_cross_entropy(x, w, targets, **options, implementation=implementation)  # noqa: E731
@@ -241,7 +248,11 @@ def test_an_unsupported_case_raises_with_the_reason(implementation, changes, wor
 @pytest.mark.gpu_aot
 @pytest.mark.parametrize(
     "name",
-    ["bfloat16 4096 ve 128256 softcap sum", "bfloat16 4096 ev 50257", "bfloat16 4096 ev 50257 softcap sum backward"],
+    [
+        "bfloat16 4096 ve 128256 softcap sum entropy",
+        "bfloat16 4096 ev 50257",
+        "bfloat16 4096 ev 50257 softcap sum entropy backward",
+    ],
 )
 def test_the_gpu_kernel_compiles_without_spills_and_fits_in_shared_memory(name):
     fn, shapes = GATE[name]
@@ -253,7 +264,7 @@ def test_the_gpu_kernel_compiles_without_spills_and_fits_in_shared_memory(name):
 @pytest.mark.parametrize("topology", TPUS)
 def test_the_tpu_kernel_compiles_for_every_generation(topology):
     for direction in ("forward", "backward"):
-        options = examples.CASES["ev 50257 softcap sum"]
+        options = examples.CASES["ev 50257 softcap sum"] | {"entropy": True}
         fn, shapes = examples.case(
             tpu.run, Target("", "tpu"), **options, width=1000, dtype="bfloat16", direction=direction
         )

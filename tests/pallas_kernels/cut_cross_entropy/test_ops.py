@@ -124,15 +124,16 @@ def test_no_tokens_are_no_losses():
 
 def test_pieces_of_the_vocabulary_merge_to_the_whole_gradients_too():
     x, w, targets = arrays()
-    logits = Logits(softcap=3.0, summed=True)
-    slopes = Merged(*jnp.asarray(np.random.default_rng(1).normal(size=(3, N)), jnp.float32))
+    logits = Logits(softcap=3.0, summed=True, entropy=True)
+    slopes = Merged(*jnp.asarray(np.random.default_rng(1).normal(size=(4, N)), jnp.float32))
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def run(count, implementation, x, w, targets):
         pieces = [(piece, targets - i * (V // count)) for i, piece in enumerate(jnp.split(w, count))]
         pieces_parts = [parts(x, *piece, logits, implementation) for piece in pieces]
         merged = merge(jax.tree.map(lambda *a: jnp.stack(a), *pieces_parts))
-        grads = [gradients(x, *piece, merged.lse, slopes, logits, implementation) for piece in pieces]
+        whole = merged.lse, slopes, logits, implementation
+        grads = [gradients(x, *piece, *whole, entropy=merged.entropy) for piece in pieces]
         return merged, sum(dx for dx, _ in grads), jnp.concatenate([dw for _, dw in grads])
 
     want = run(1, "dense", x, w, targets)

@@ -27,24 +27,25 @@ def small_tiles(monkeypatch):
 def check(case, **kwargs):
     (x, w, targets), options = make(case)
     random = np.random.default_rng(9)
-    d, dlse = (random.normal(size=targets.shape).astype(np.float32) for _ in range(2))
+    slopes = [random.normal(size=targets.shape).astype(np.float32) for _ in range(3)]
     weights = jnp.asarray(options.get("weights", np.ones(targets.shape, np.float32)))
 
     def ours(x, w, weights):
         layout = {"w_layout": case["w_layout"]}
-        return linear_cross_entropy(x, w, targets, return_lse=True, **options | {"weights": weights} | layout | kwargs)
+        more = {"return_lse": True, "return_entropy": True, "weights": weights}
+        return linear_cross_entropy(x, w, targets, **options | more | layout | kwargs)
 
     def run(f, *arrays):
         y, pull = jax.vjp(f, *arrays)
-        return *y, *pull((d, dlse))
+        return *y, *pull(tuple(slopes))
 
     theirs = functools.partial(plain, targets=targets, options=options)
     got, theirs = jax.jit(lambda *arrays: (run(ours, *arrays), run(theirs, *arrays)))(x, w, weights)
-    want = truth((x, w, targets), options, d, dlse)
-    assert [g.dtype for g in got] == [jnp.float32, jnp.float32, x.dtype, w.dtype, jnp.float32]
+    want = truth((x, w, targets), options, *slopes)
+    assert [g.dtype for g in got] == [jnp.float32, jnp.float32, jnp.float32, x.dtype, w.dtype, jnp.float32]
     # A float32 log-sum-exp is rounded at its own size, and every probability of its row with it.
     units = float(np.abs(want[1]).max())
-    for name, a, b, c in zip(("loss", "lse", "dx", "dw", "dweights"), got, theirs, want, strict=True):
+    for name, a, b, c in zip(("loss", "lse", "entropy", "dx", "dw", "dweights"), got, theirs, want, strict=True):
         assert_as_exact_as(a, b, c, name, units=units if a.dtype == jnp.float32 else 1)
 
 

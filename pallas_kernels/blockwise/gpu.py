@@ -106,17 +106,16 @@ def run(
     groups, tall = columns // LANES, rows // high
     most = lookup("blockwise", target.kind, param=param_dtype, grad=grad_dtype)["pairs"]
     pairs = max(STEP, math.gcd(tall, most * 2 // high))  # tiles of a block, with as many bytes as tiles of two rows
-    view = lambda x: x.reshape(tall, high, columns)  # noqa: E731
-    scale_view = lambda x: x.reshape(tall, groups)  # noqa: E731
     codecs = [codec(format, signed) for signed in rule.states]
     n = len(codecs)
 
     vector = 16 // max(param.dtype.itemsize, grad.dtype.itemsize, 2 if apply else 4)  # 16 bytes of the widest
 
     # Arrays that are updated are passed as references, so that donated ones are updated in place.
-    p_io = jax.new_ref(view(param)) if apply else view(param)
-    codes_io = tuple(jax.new_ref(view(q)) for q in codes)
-    scales_io = tuple(jax.new_ref(scale_view(s)) for s in scales)
+    p, g, *qs = (x.reshape(tall, high, columns) for x in (param, grad, *codes))
+    p_io = jax.new_ref(p) if apply else p
+    codes_io = tuple(map(jax.new_ref, qs))
+    scales_io = tuple(jax.new_ref(s.reshape(tall, groups)) for s in scales)
 
     def blockwise_update(numbers_ref: Any, g_ref: Any, *refs: Any) -> None:
         code_refs, scale_refs, p_ref, rest = refs[:n], refs[n : 2 * n], refs[2 * n], refs[2 * n + 1 :]
@@ -179,7 +178,7 @@ def run(
         grid_names=("block",),
         scratch_types=[*buffers, plgpu.Barrier(num_barriers=2 + n)],
         **target.gpu(),
-    )(numbers, view(grad), *codes_io, *scales_io, p_io)
+    )(numbers, g, *codes_io, *scales_io, p_io)
     out = p_io[...] if apply else made[0]
     return (
         out.reshape(shape),

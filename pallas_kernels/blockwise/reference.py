@@ -5,6 +5,7 @@ With a tile (t0, t1), an array (n0, n1) becomes (n0 / t0, t0, n1 / t1, t1): odd 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -76,7 +77,7 @@ def update(
     Returns:
       the new parameter (in its dtype) or the float32 update, the new codes and the new scales.
     """
-    view = lambda x: blocks_of(x, tile, flat)  # noqa: E731
+    view = functools.partial(blocks_of, tile=tile, flat=flat)
     codecs = [codec(format, signed) for signed in rule.states]
     seen = [s.reshape(-1, 1) if flat is not None else s.reshape([n for d in s.shape for n in (d, 1)]) for s in scales]
     states = tuple(c.unbend(c.decode(view(q)), s) * s for c, q, s in zip(codecs, codes, seen, strict=True))

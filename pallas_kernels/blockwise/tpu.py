@@ -57,8 +57,8 @@ def supported(target: Target, **case: Any) -> str | None:
 
 def _element_bytes(*, rule: Rule, param_dtype: str, grad_dtype: str, apply: bool, **_: Any) -> int:
     """Bytes that are read and written per element."""
-    size = lambda name: jnp.dtype(name).itemsize  # noqa: E731
-    return size(param_dtype) + size(grad_dtype) + (size(param_dtype) if apply else 4) + 2 * len(rule.states)
+    param, grad = jnp.dtype(param_dtype).itemsize, jnp.dtype(grad_dtype).itemsize
+    return param + grad + (param if apply else 4) + 2 * len(rule.states)
 
 
 def _unit(form: tuple[int, int, int, int]) -> int:

@@ -11,6 +11,7 @@ are few long rows, several blocks share a row to compute its sums, and XLA compu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,8 @@ from pallas_kernels.softmax.gpu_twice import rows_twice
 from pallas_kernels.softmax.pairs import HIGHEST
 from pallas_kernels.tiles import entries, lookup
 
+INPUTS = {"softmax": 1, "log_softmax": 1, "softmax_backward": 2, "log_softmax_backward": 2}
+"""An op that writes rows -> the arrays that it reads."""
 GATED = ("h200", "b200")
 """Devices that the gate compiles for."""
 _XLA_ONCE = (
@@ -139,18 +142,12 @@ def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any
         columns, dtype = key["columns"], key["dtype"]
         name = f"{key['kernel']} {dtype} {columns}"
         if key["kernel"] == "row_sums":
-            sums = lambda x, t=target: forward(t, x, op="sums")  # noqa: E731
-            yield name, sums, (_shape(256, columns, dtype),)
-            for op, inputs in (
-                ("softmax", 1),
-                ("log_softmax", 1),
-                ("softmax_backward", 2),
-                ("log_softmax_backward", 2),
-            ):
-                twice = lambda *a, t=target, o=op: rows_twice(t, o, a, warpgroups=_WARPGROUPS)  # noqa: E731
-                yield f"rows_twice {dtype} {columns} {op}", twice, (_shape(264, columns, dtype),) * inputs
+            yield name, functools.partial(forward, target, op="sums"), (_shape(256, columns, dtype),)
+            for op, inputs in INPUTS.items():
+                name, shape = f"rows_twice {dtype} {columns} {op}", (_shape(264, columns, dtype),) * inputs
+                yield name, lambda *a, t=target, o=op: rows_twice(t, o, a, warpgroups=_WARPGROUPS), shape
             continue
-        for op, inputs in (("softmax", 1), ("log_softmax", 1), ("softmax_backward", 2), ("log_softmax_backward", 2)):
+        for op, inputs in INPUTS.items():
             c = columns // inputs // 128 * 128
             shape = (_shape(512, c, dtype),) * inputs
             if c <= most_columns(dtype, inputs):

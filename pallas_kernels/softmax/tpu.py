@@ -247,5 +247,5 @@ def configurations(op: Any) -> Iterator[tuple[str, Callable[..., Any], tuple[Any
             inputs = 2 if op.endswith("backward") else 1
             # neither rows nor columns are a multiple of a tile
             shape = (jax.ShapeDtypeStruct((1001, columns - 3), dtype),) * inputs
-            fn = lambda *a, o=op, tile=entry["tile"]: sweep_rows(Target("", "tpu"), o, a, **tile)  # noqa: E731
-            yield f"{dtype} {columns - 3} {op}", fn, shape
+            name, tile = f"{dtype} {columns - 3} {op}", entry["tile"]
+            yield name, lambda *a, o=op, tile=tile: sweep_rows(Target("", "tpu"), o, a, **tile), shape

@@ -63,7 +63,7 @@ def plain(rows: jax.Array, matrices: jax.Array, dy: jax.Array, sizes: Any) -> An
     """Return the same by ordinary products: every row times every matrix, of which its group's is selected."""
     group = np.repeat(np.arange(len(sizes) + 1), np.append(sizes, len(rows) - sizes.sum()))
     member = (group[:, None] == jnp.arange(len(sizes)))[:, :, None]
-    dot = lambda s, a, b: jnp.einsum(s, a, b, precision="highest")  # noqa: E731
+    dot = functools.partial(jnp.einsum, precision="highest")
     y = jnp.sum(jnp.where(member, dot("mk,xkn->mxn", rows, matrices), 0), 1)
     drows = jnp.sum(jnp.where(member, dot("mn,xkn->mxk", dy, matrices), 0), 1)
     each = jnp.where(member, rows[:, None], 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -74,7 +75,7 @@ def plain(x: Any, ids: Any, routing: Any, gate: Any, up: Any, down: Any) -> Any:
         best, ids = jax.lax.top_k(scores, TOP)
         routing = jax.nn.softmax(best, axis=1)
     factors = jnp.sum(jax.nn.one_hot(ids, EXPERTS) * routing[..., None], axis=1)
-    dot = lambda s, a, b: jnp.einsum(s, a, b, precision="highest")  # noqa: E731
+    dot = functools.partial(jnp.einsum, precision="highest")
     h = cube(dot("ne,xef->nxf", x, gate), dot("ne,xef->nxf", x, up))
     return jnp.einsum("nx,nxe->ne", factors, dot("nxf,xfe->nxe", h, down)).astype(x.dtype)
 

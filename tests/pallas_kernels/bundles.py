@@ -64,7 +64,8 @@ def attention() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     sizes: dict[str, Any] = {"b": 1, "s": TOKENS, "h": HEADS, "kv": KEY_HEADS, "d": WIDTH, "dv": WIDTH}
     splash = [jax.ShapeDtypeStruct((1, heads, TOKENS, WIDTH), "bfloat16") for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
     for direction in ("forward", "backward"):
-        yield (direction, *examples.case(tpu.run, direction, mask=Mask(causal=True), **sizes))
+        for name, dropout in ((direction, 0.0), (f"{direction} with dropout", 0.1)):
+            yield (name, *examples.case(tpu.run, direction, mask=Mask(causal=True), dropout=dropout, **sizes))
         yield f"splash {direction}", functools.partial(_splash, direction == "backward"), tuple(splash)
 
 
@@ -168,15 +169,16 @@ def line(name: str, chip: str, numbers: list[int], step: dict[str, int], more: d
     return f"| {' | '.join([name, chip, *(f'{n:,}' for n in numbers), *bounds])} |"
 
 
-def rows(chip: str) -> Iterator[tuple[str, str]]:
+def rows(chip: str, only: str = "") -> Iterator[tuple[str, str]]:
     """Compile for a chip in a new process, whose libtpu writes its schedules; yield (table, line).
 
     Args:
       chip: a TPU generation.
+      only: compile kernels whose name contains this.
     """
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
-        command = [sys.executable, "-m", "tests.pallas_kernels.bundles", chip, folder]
+        command = [sys.executable, "-m", "tests.pallas_kernels.bundles", chip, folder, only]
         done = subprocess.run(
             command, env={**os.environ, "LIBTPU_INIT_ARGS": flags}, check=True, stdout=subprocess.PIPE, text=True
         )
@@ -186,9 +188,9 @@ def rows(chip: str) -> Iterator[tuple[str, str]]:
             yield table, (attention_row if table == "attention" else other_row)(name, chip, matched)
 
 
-def _compile(chip: str, folder: Path) -> None:
+def _compile(chip: str, folder: Path, only: str) -> None:
     """Print each kernel's table, name and regions as a line of JSON."""
-    for name, fn, shapes in attention():
+    for name, fn, shapes in (one for one in attention() if only in one[0]):
         programs = [matched for _, text in _programs(fn, shapes, chip, folder) if (matched := steps(regions(text)))]
         programs.sort(key=lambda regions: -regions[0]["results"])
         if name == "splash backward":
@@ -196,7 +198,7 @@ def _compile(chip: str, folder: Path) -> None:
         parts = [name] if len(programs) == 1 else [f"{name}, {part}" for part in ("keys", "queries")]
         for part, matched in zip(parts, programs, strict=True):
             print(json.dumps(["attention", part, matched]), flush=True)
-    for name, fn, shapes in others():
+    for name, fn, shapes in (one for one in others() if only in one[0]):
         every = _programs(fn, shapes, chip, folder, kernels=True)
         for n, (_, text) in enumerate(every):
             part = f", kernel {n + 1}" if len(every) > 1 else ""
@@ -221,4 +223,4 @@ def _programs(
 
 
 if __name__ == "__main__":
-    _compile(sys.argv[1], Path(sys.argv[2]))
+    _compile(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

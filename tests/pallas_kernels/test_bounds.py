@@ -61,6 +61,18 @@ def test_a_kernel_with_five_percent_more_cycles_is_reported(more, code, monkeypa
     table = tmp_path / "BOUNDS.md"
     table.write_text("# head\n" + "\n".join(bundles.other_row("k", chip, [REGION]) for chip in bounds.TPUS))
     monkeypatch.setattr(bounds, "TABLE", table)
-    monkeypatch.setattr(bounds, "rows", lambda chip: iter([("others", bundles.other_row("k", chip, [grown]))]))
+    monkeypatch.setattr(bounds, "rows", lambda chip, only: iter([("others", bundles.other_row("k", chip, [grown]))]))
     assert bounds.check(bounds.TPUS) == code
     assert f"1,000 -> {int(1000 * more):6,}" in capsys.readouterr().out
+
+
+def test_new_rows_replace_those_of_the_same_kernel_and_chip_and_the_others_stay():
+    old = bounds.committed()
+    table, line = old[1]
+    row = (table, line.replace(line.split(" | ")[2], "12,345"))
+    assert row != old[1] and bounds.merged(old, [row]) == [old[0], row, *old[2:]]
+    added = (table, line.replace("| ", "| another kernel, ", 1))
+    assert bounds.merged(old, [added]) == [*old, added]
+    for name in bounds.HEADS:
+        of_table = [row for row in old if row[0] == name]
+        assert sorted(of_table[::-1], key=bounds._order) == of_table

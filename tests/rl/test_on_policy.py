@@ -189,6 +189,7 @@ def test_what_does_not_fit_is_refused(teacher):
         (lambda: OnPolicyDistill(good, cross_entropy=1.0), ConfigError, ("set OnPolicyDistill.cross_entropy to 0",)),
         (lambda: OnPolicyDistill(top=3), ConfigError, ("set OnPolicyDistill.top to 0",)),
         (lambda: OnPolicyDistill(good, rewards=GRPO(kl=0.1)), ConfigError, ("kl = 0.1", "set GRPO.kl to 0")),
+        (lambda: OnPolicyDistill(good, rewards=DAPO(entropy=0.1)), ConfigError, ("= 0.1", "set DAPO.entropy to 0")),
         (lambda: OnPolicyDistill(good, rewards=Distill(good)), ConfigError, ("such as GRPO()",)),
         (lambda: run(Distill(good)), ConfigError, ("@OnPolicyDistill(), not Distill",)),
         (lambda: run(reward=None), ConfigError, ("GRPO learns from rewards; set rl.reward",)),

@@ -204,6 +204,7 @@ def test_a_greedy_baseline_lowers_the_variance_of_reinforce():
         (lambda: GSPO(clip_high=-1.0), "GSPO.clip_high = -1.0"),
         (lambda: GRPO(clip_low="0.2"), "GRPO.clip_low = '0.2': must be above 0"),
         (lambda: RLOO(kl=-1.0), "RLOO.kl = -1.0: must be at least 0"),
+        (lambda: GSPO(entropy=math.inf), "GSPO.entropy = inf: must be at least 0 and finite"),
         (lambda: DAPO(resample=0.5), "DAPO.resample = 0.5: must be a whole number"),
     ],
 )

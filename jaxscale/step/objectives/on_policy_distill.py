@@ -62,11 +62,15 @@ class OnPolicyDistill(Sampled, Distill):
             return
         if not isinstance(self.rewards, PolicyGradient):
             raise ConfigError(f"OnPolicyDistill.rewards must be an objective such as GRPO(), not {self.rewards!r}")
-        if self.rewards.kl:
-            raise ConfigError(
-                f"OnPolicyDistill.rewards has kl = {self.rewards.kl:g}, the divergence from the run's first "
-                f"parameters, and a step holds one frozen model; set {type(self.rewards).__name__}.kl to 0"
-            )
+        for name, why in (
+            ("kl", "the divergence from the run's first parameters, and a step holds one frozen model"),
+            ("entropy", "which the loss of tokens here does not compute (ReverseKL has the entropy in it)"),
+        ):
+            if value := getattr(self.rewards, name):
+                raise ConfigError(
+                    f"OnPolicyDistill.rewards has {name} = {value:g}, {why}; "
+                    f"set {type(self.rewards).__name__}.{name} to 0"
+                )
 
     @property
     def learns_rewards(self) -> bool:  # type: ignore[override]  # of each value, and not of the class

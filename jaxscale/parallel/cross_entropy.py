@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxscale.errors import LayoutError
@@ -18,7 +17,7 @@ from jaxscale.parallel.ends import axis_size, local_rows
 from jaxscale.parallel.filled_rows import gradients_of_filled, parts_of_filled
 from jaxscale.parallel.reductions import gather_together, sum_to
 from jaxscale.parallel.sharded import cut_already, cut_over, sharded_op, where_gradients_go
-from pallas_kernels.cut_cross_entropy import NAMES, Logits, Merged, checked, merge
+from pallas_kernels.cut_cross_entropy import Logits, Merged, checked, merge
 
 _X, _W, _TOKENS = ("batch", "seq", "embed"), ("vocab", "embed"), ("batch", "seq")
 
@@ -151,8 +150,7 @@ def _from_ours(w: Array, rows: Array, settings: _Settings) -> tuple[Array, Array
 
 
 def _forward(x: Array, w: Array, rows: Array, settings: _Settings) -> tuple[Merged, tuple[Any, ...]]:
-    out = _reduce(x, w, rows, settings)
-    out = out._replace(lse=checkpoint_name(out.lse, NAMES[0]))
+    out = _reduce(x, w, rows, settings).with_names()
     return out, (x, w, rows, out.lse, out.entropy)
 
 

@@ -5,7 +5,7 @@
     loss, lse, entropy = linear_cross_entropy(x, w, targets, return_lse=True, return_entropy=True)
 
 Differentiable in x, w and weights; in forward mode and twice with "xla" and "dense". Under `jax.checkpoint`, a policy
-that saves the name "cut_lse" keeps the backward pass from running the forward pass again.
+that saves the names of `NAMES` keeps the backward pass from running the forward pass again.
 
 For a vocabulary in shards, for example on several devices: call `parts` on each shard, merge them (`merge`), apply
 `Terms.losses`, and call `gradients` on each shard with the merged log-sum-exp.
@@ -20,11 +20,20 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels.cut_cross_entropy import gpu, reference, tpu, xla
-from pallas_kernels.cut_cross_entropy.inputs import Arguments, Inputs, Logits, Merged, Parts, Terms, checked, joined
+from pallas_kernels.cut_cross_entropy.inputs import (
+    NAMES,
+    Arguments,
+    Inputs,
+    Logits,
+    Merged,
+    Parts,
+    Terms,
+    checked,
+    joined,
+)
 from pallas_kernels.derivatives import custom_vjp
 from pallas_kernels.dispatch import Implementation, Target, dispatch
 
@@ -45,9 +54,6 @@ __all__ = [
     "merge",
     "parts",
 ]
-
-NAMES = ("cut_lse",)
-"""Name of the backward pass' residual, for a `jax.checkpoint` policy."""
 
 BF16_FILTER = 2.0**-12
 """The paper's threshold: adding a smaller number to 1 in bfloat16 changes nothing."""
@@ -294,8 +300,7 @@ def _reduce(x: jax.Array, w: jax.Array, rows: jax.Array, settings: _Settings) ->
 
 
 def _reduce_forward(x: jax.Array, w: jax.Array, rows: jax.Array, settings: _Settings) -> tuple[Merged, tuple[Any, ...]]:
-    out = _reduce(x, w, rows, settings)
-    out = out._replace(lse=checkpoint_name(out.lse, NAMES[0]))
+    out = _reduce(x, w, rows, settings).with_names()
     return out, (x, w, rows, out.lse, out.entropy)
 
 

@@ -9,12 +9,14 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.arguments import as_int32
 from pallas_kernels.errors import KernelError
-from pallas_kernels.softmax.pairs import Partial, combine_all
+from pallas_kernels.softmax.pairs import Partial, combine_all, pow2
 
 __all__ = [
+    "NAMES",
     "Arguments",
     "Inputs",
     "Logits",
@@ -29,6 +31,9 @@ __all__ = [
 
 WeightLayout = Literal["ve", "ev"]
 _DTYPES = ("float32", "bfloat16", "float16")
+
+NAMES = ("cut_lse", "cut_entropy")
+"""Names of the backward pass' residuals, for a `jax.checkpoint` policy; without entropies the first is enough."""
 
 
 class Inputs(NamedTuple):
@@ -91,6 +96,11 @@ class Merged(NamedTuple):
         results = (loss, *[self.lse] * lse, *[self.entropy] * entropy)
         return results if len(results) > 1 else loss
 
+    def with_names(self) -> Merged:
+        """Return the same, with the names of `NAMES` for what the backward pass reads."""
+        entropy = None if self.entropy is None else checkpoint_name(self.entropy, NAMES[1])
+        return self._replace(lse=checkpoint_name(self.lse, NAMES[0]), entropy=entropy)
+
     def folded(self, entropy: jax.Array | None) -> Merged:
         """Return cotangents with which a log-probability l has the cotangent exp(l) (lse - entropy l).
 
@@ -125,10 +135,12 @@ def joined(pieces: Parts) -> Parts:
     """
     total, entropy = combine_all(pieces.total), None
     if pieces.entropy is not None:
-        # of a shard with the share exp(-less) of the probability
-        each = pieces.total.logsumexp()
-        less = total.logsumexp() - each
-        entropy = jnp.where(each == -jnp.inf, 0, jnp.exp(-less) * (pieces.entropy + less)).sum(0)
+        # From the pairs: a difference of log-sum-exps has lost its last digits where logits are large.
+        mantissa, exponent = pieces.total
+        share = mantissa * pow2(exponent - total.exponent) / jnp.where(total.mantissa == 0, 1, total.mantissa)
+        some = share != 0
+        surprise = -jnp.log(jnp.where(some, share, 1))
+        entropy = jnp.where(some, share * (pieces.entropy + surprise), 0).sum(0)
     return Parts(total, pieces.hit.sum(0), None if pieces.summed is None else pieces.summed.sum(0), entropy)
 
 

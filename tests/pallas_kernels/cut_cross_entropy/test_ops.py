@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxscale.parallel import sharded_cross_entropy
 from pallas_kernels import chosen, cut_cross_entropy
 from pallas_kernels.cut_cross_entropy import (
     NAMES,
@@ -141,6 +142,13 @@ def test_pieces_of_the_vocabulary_merge_to_the_whole_gradients_too():
         close(run(count, implementation, x, w, targets), want)
 
 
+def test_entropies_of_shards_have_all_digits_where_logits_are_large():
+    x, w = jnp.full((2, 1), 1e4), jnp.ones((V, 1))
+    pieces = [parts(x, piece, jnp.zeros(2, jnp.int32), Logits(entropy=True)) for piece in jnp.split(w, 3)]
+    merged = merge(jax.tree.map(lambda *a: jnp.stack(a), *pieces))
+    np.testing.assert_allclose(merged.entropy, math.log(V), rtol=1e-6)
+
+
 def test_the_weights_gradient_has_the_requested_dtype():
     x, w, targets = arrays(jnp.bfloat16)
     slopes = Merged(jnp.ones(N), -jnp.ones(N), None)
@@ -203,10 +211,13 @@ def test_it_goes_under_vmap_scan_remat_and_grad():
         close(got.astype(jnp.float32), want.astype(jnp.float32), 2e-2)
 
 
-def test_a_policy_that_saves_its_name_keeps_the_forward_from_running_again():
+@pytest.mark.parametrize("op", [linear_cross_entropy, sharded_cross_entropy], ids=["op", "sharded"])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_policy_that_saves_its_names_keeps_the_forward_from_running_again(op, entropy):
     x, w, targets = arrays()
+    x, targets = x[None], targets[None]
     policy = jax.checkpoint_policies.save_only_these_names(*NAMES)
-    f = lambda x: linear_cross_entropy(x, w, targets).sum()  # noqa: E731
+    f = lambda x: jnp.sum(jnp.stack(op(x, w, targets, return_lse=True, return_entropy=entropy)))  # noqa: E731
     count = lambda f: str(jax.make_jaxpr(jax.grad(f))(x)).count("dot_general")  # noqa: E731
     assert count(jax.checkpoint(f, policy=policy)) == count(f) < count(jax.checkpoint(f))
 

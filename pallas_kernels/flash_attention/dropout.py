@@ -5,9 +5,8 @@ least `rate * 2**32`. The hash is the first word of Threefry-2x32 with 13 rounds
 et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", table 2). It has no state, so a backward pass computes the
 bits again, in tiles of any size and on any device.
 
-It is about 75 operations on integers for each weight, which bound the TPU's kernels: in the compiler's final schedule
-for a v6e, a step on 1,024 x 1,024 bfloat16 scores of heads 128 wide has 19,847 bundles forward (2,485 without dropout),
-and 22,044 and 20,109 in the backward kernels (4,281 and 3,215).
+It is about 75 operations on integers for each weight, which bound the TPU's kernels: `pallas_kernels/BOUNDS.md` has
+their steps with dropout and without, for a v6e 19,629 bundles forward where there are 2,485 without.
 
 On Hopper it is 43 instructions of a warp for 32 weights, rotations among them in one; most of them are on the unit of
 integers, which takes two cycles for each and has four times the work of the tensor cores in the forward pass.

@@ -139,7 +139,7 @@ def filtered_share(
       targets: as for `linear_cross_entropy`.
       filter: the threshold, as for `linear_cross_entropy`.
       implementation: as for `linear_cross_entropy`.
-      **options: other keyword arguments of `linear_cross_entropy`.
+      **options: other keyword arguments of `linear_cross_entropy`, but no `return_lse` and no `return_entropy`.
 
     Raises:
       KernelError: as `linear_cross_entropy`, or the implementation has no filter.

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.arguments import varying
 from pallas_kernels.cut_cross_entropy.inputs import Inputs, Logits, Merged, Parts, entropy_of
 from pallas_kernels.softmax.pairs import pair
 
@@ -37,6 +38,12 @@ Cotangents = Callable[[Inputs, jax.Array, Merged, jax.Array | None], jax.Array]
 Its arguments are the arrays of the tile, with w in x's dtype and rows counted from the tile's first word; the
 log-sum-exp and the cotangents of its tokens; and the number of its first words that get 0, or `None` for none.
 """
+
+
+def _start(tree: Any, inputs: Inputs, *others: Any) -> Any:
+    """Return a loop's first values as arrays of a `shard_map` that differ between devices where those it reads do."""
+    kinds = [jax.typeof(a) for a in jax.tree.leaves((inputs, others))]
+    return jax.tree.map(lambda x: varying(x, *kinds), tree)
 
 
 def _dot(subscripts: str, *arrays: jax.Array) -> jax.Array:
@@ -75,7 +82,7 @@ def forward(inputs: Inputs, logits: Logits) -> Parts:
 
     start = jnp.zeros(inputs.rows.shape, jnp.float32)
     more = (start if needed else None for needed in (logits.summed, logits.entropy))
-    state = _Running(start - jnp.inf, start, start, *more)
+    state = _start(_Running(start - jnp.inf, start, start, *more), inputs)
     state = lax.fori_loop(0, cut.word_tiles, of_words, state)
     entropy = None if state.weighted is None else entropy_of(state.total, state.weighted)
     return Parts(pair(_finite(state.top), state.total), state.hit, state.summed, entropy)
@@ -146,11 +153,12 @@ def backward(
             return work(*state) if needed is None else lax.cond(needed, work, lambda *same: same, *state)
 
         dx, dw = state
-        dx, dw_tile = lax.fori_loop(0, cut.token_tiles, tile, (dx, jnp.zeros(words.values.shape, jnp.float32)))
+        dw_tile = _start(jnp.zeros(words.values.shape, jnp.float32), inputs, lse, slopes)
+        dx, dw_tile = lax.fori_loop(0, cut.token_tiles, tile, (dx, dw_tile))
         return dx, words.put(dw, dw_tile.astype(dw.dtype), axis)
 
     start = jnp.zeros(inputs.x.shape, jnp.float32), jnp.zeros(inputs.w.shape, dw_dtype)
-    dx, dw = lax.fori_loop(0, cut.word_tiles, of_words, start)
+    dx, dw = lax.fori_loop(0, cut.word_tiles, of_words, _start(start, inputs, lse, slopes))
     return dx.astype(inputs.x.dtype), dw
 
 
@@ -167,7 +175,7 @@ def skipped(inputs: Inputs, lse: jax.Array, slopes: Merged, logits: Logits) -> j
 
         return lax.fori_loop(0, cut.token_tiles, tile, count)
 
-    count = lax.fori_loop(0, cut.word_tiles, of_words, jnp.zeros([], jnp.int32))
+    count = lax.fori_loop(0, cut.word_tiles, of_words, _start(jnp.zeros([], jnp.int32), inputs, lse, slopes))
     return count.astype(jnp.float32) / (cut.token_tiles * cut.word_tiles)
 
 

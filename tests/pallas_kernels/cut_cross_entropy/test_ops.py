@@ -211,6 +211,21 @@ def test_it_goes_under_vmap_scan_remat_and_grad():
         close(got.astype(jnp.float32), want.astype(jnp.float32), 2e-2)
 
 
+@pytest.mark.parametrize("filter", [None, 0.0])
+def test_in_a_shard_map_that_checks_what_differs_it_is_the_same(filter):
+    x, w, targets = arrays()
+
+    def run(x, w, targets):
+        f = functools.partial(linear_cross_entropy, return_entropy=True, filter=filter)
+        (loss, entropy), pull = jax.vjp(lambda x, w: f(x, w, targets), x, w)
+        return loss, entropy, *pull((jnp.ones_like(loss), jnp.cos(entropy)))
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split, whole = jax.P("data"), jax.P()
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(split, whole, split), out_specs=(split, split, split, whole))
+    close(jax.jit(mapped)(x, w, targets), jax.jit(run)(x, w, targets))
+
+
 @pytest.mark.parametrize("op", [linear_cross_entropy, sharded_cross_entropy], ids=["op", "sharded"])
 @pytest.mark.parametrize("entropy", [False, True])
 def test_a_policy_that_saves_its_names_keeps_the_forward_from_running_again(op, entropy):

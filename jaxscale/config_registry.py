@@ -19,7 +19,7 @@ from gin.config import ConfigurableReference, ParserDelegate
 
 from jaxscale.config_text import literal
 from jaxscale.config_types import type_hints
-from jaxscale.errors import ConfigError, near
+from jaxscale.errors import ConfigError, near, nearest
 from jaxscale.renamed import METHODS
 
 MACRO = "gin.macro"
@@ -123,8 +123,8 @@ def meant(value: object, methods: Iterable[str] = (), takes: Mapping[str, Iterab
 
     entry = BY_NAME.get(value) if isinstance(value, str) else behind_gin(value) or BY_ID.get(id(value))
     if entry is None and isinstance(value, str) and methods:
-        _, word, _ = f"{near(value, [name for name, each in BY_NAME.items() if fits(each)])}''".split("'", 2)
-        entry = BY_NAME.get(word)
+        words = nearest(value, [name for name, each in BY_NAME.items() if fits(each)])
+        entry = BY_NAME[words[0]] if words else None
     if entry is None or not fits(entry):
         return ""
     name = entry.obj.__name__  # in Python that of a module or of a model's class may be the shorter one of configs

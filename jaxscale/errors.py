@@ -133,8 +133,8 @@ _WEAK, _FEW = 0.6, 8
 is, all are listed."""
 
 
-def near(word: str, known: Iterable[str], *, cutoff: float = 0.5, bindings: bool = False) -> str:
-    """The end of an error message: `; did you mean 'fsdp'?`, or the valid words if none is similar.
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.5, bindings: bool = False) -> list[str]:
+    """Return the valid words that an invalid one may stand for, the most similar first; none if none is similar.
 
     Args:
       word: the invalid word; it may be another program's name for a valid one (see `jaxscale.other_names`).
@@ -151,6 +151,19 @@ def near(word: str, known: Iterable[str], *, cutoff: float = 0.5, bindings: bool
         if best < _WEAK and len(known) <= _FEW:
             close = [c for c in close if c[:3] == word.strip("'")[:3]]
         close = misspelt(word, known, bindings=bindings, beyond=best) or close
-    if close:
+    return list(close)
+
+
+def near(word: str, known: Iterable[str], *, cutoff: float = 0.5, bindings: bool = False) -> str:
+    """The end of an error message: `; did you mean 'fsdp'?`, or the valid words if none is similar.
+
+    Args:
+      word: as for `nearest`, like the other arguments.
+      known: the valid words.
+      cutoff: the least similarity of two spellings, from 0 to 1.
+      bindings: see `jaxscale.other_names.same`.
+    """
+    known = sorted(set(known))
+    if close := nearest(word, known, cutoff=cutoff, bindings=bindings):
         return "; did you mean " + " or ".join(f"'{c}'" for c in close) + "?"
     return f"; known: {', '.join(known)}" if known else ""

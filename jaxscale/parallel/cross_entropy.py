@@ -42,12 +42,11 @@ def sharded_cross_entropy(
 
     Each device sums over its own rows of the vocabulary and its own tokens, and one `all_gather` over the mesh axes
     that shard the vocabulary (12 bytes per shard and token, 4 more with label smoothing and 4 with the entropy) merges
-    the sums. In the backward
-    pass, x's cotangent is summed over those axes in x's dtype, and w's over the axes that shard tokens in w's dtype,
-    by a reduce-scatter if the rules for gradients shard it. A w that is sharded along `embed` (FSDP) is cast to x's
-    dtype and then gathered, in both passes. A vocabulary that the layout does not divide is padded; padding does not
-    count. Inside a `shard_map` that shards the vocabulary already, w is this device's rows, and x and the loss are
-    replicated. Without a layout this is `linear_cross_entropy`.
+    the sums. In the backward pass, x's cotangent is summed over those axes in x's dtype, and w's over the axes that
+    shard tokens in w's dtype, by a reduce-scatter if the rules for gradients shard it. A w that is sharded along
+    `embed` (FSDP) is cast to x's dtype and then gathered, in both passes. A vocabulary that the layout does not divide
+    is padded; padding does not count. Inside a `shard_map` that shards the vocabulary already, w is this device's rows,
+    and x and the loss are replicated. Without a layout this is `linear_cross_entropy`.
 
     Args:
       x: final hidden states, logical axes ("batch", "seq", "embed").
@@ -90,7 +89,7 @@ def sharded_cross_entropy(
     terms = dataclasses.replace(inputs.terms, vocabulary=vocab)
     merged = _reduce(inputs.x, inputs.w, terms.rows(inputs.targets), _Settings(inputs.logits, implementation, vocab))
     loss = terms.losses(merged, inputs.targets, inputs.weights)
-    return merged.beside(loss, lse=return_lse, entropy=return_entropy)
+    return merged.appended_to(loss, lse=return_lse, entropy=return_entropy)
 
 
 def _check_sizes(x: Array, w: Array) -> None:

@@ -123,7 +123,7 @@ def linear_cross_entropy(
     settings = _Settings(arguments.logits, implementation)
     merged = _reduce(arguments.x, arguments.w, arguments.terms.rows(arguments.targets), settings)
     loss = arguments.terms.losses(merged, arguments.targets, arguments.weights)
-    return merged.beside(loss, lse=return_lse, entropy=return_entropy)
+    return merged.appended_to(loss, lse=return_lse, entropy=return_entropy)
 
 
 def filtered_share(

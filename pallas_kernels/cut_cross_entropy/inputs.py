@@ -85,7 +85,7 @@ class Merged(NamedTuple):
     summed: jax.Array | None = None
     entropy: jax.Array | None = None
 
-    def beside(self, loss: jax.Array, *, lse: bool, entropy: bool) -> Any:
+    def appended_to(self, loss: jax.Array, *, lse: bool, entropy: bool) -> Any:
         """Return a loss, or a tuple of it, the log-sum-exp and the entropy, as far as requested.
 
         Args:
